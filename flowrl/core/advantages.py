@@ -1,0 +1,87 @@
+"""Hook `advantage`: (x, reward, batch, state, cfg) -> Tensor | AdvOut. A chain.
+
+The first link is an estimator and gets x = reward; later links get the running advantage in `x` and the
+shaped reward in `reward`. All see [B] or [B,K] and ignore rows with valid = False.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .batch import Batch, State
+from .grouping import gnorm, group_std
+from .grouping import loo as leave_one_out
+from .registry import register
+
+
+@register("advantage", "z", first=True, ddof=1, eps=1e-6)
+def z(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
+    """A = (r - mean_g) / (std_g + eps), divisor n - ddof. Source: GRPO, arXiv 2402.03300."""
+    return gnorm(x, batch.group_id, ddof=cfg.ddof, eps=cfg.eps, valid=batch.valid_rows)
+
+
+@register("advantage", "global_std", first=True, global_std=True, ddof=0, eps=1e-4)
+def global_std(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
+    """A = (r - mean_g) / (std + eps) with the std of ALL valid rewards of the batch, population by default.
+
+    cfg.global_std = False takes the std of the group. A group without spread gets exactly 0.
+    Source: Flow-GRPO, arXiv 2505.05470.
+    """
+    if not cfg.global_std:
+        return z(x, reward, batch, state, cfg)
+    everyone = torch.zeros_like(batch.group_id)
+    std = group_std(x, everyone, batch.valid_rows, cfg.ddof)
+    return gnorm(x, batch.group_id, scale=False, valid=batch.valid_rows) / (std + cfg.eps)
+
+
+@register("advantage", "centre", first=True)
+def centre(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
+    """A = r - mean_g. Source: Dr. GRPO, arXiv 2503.20783."""
+    return gnorm(x, batch.group_id, scale=False, valid=batch.valid_rows)
+
+
+@register("advantage", "loo", first=True)
+def loo(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
+    """A_i = r_i - mean of the other members of the group. Source: RLOO, arXiv 2402.14740."""
+    return leave_one_out(x, batch.group_id, batch.valid_rows)
+
+
+@register("advantage", "clip", first=False, adv_clip_max=5.0)
+def clip(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
+    """A clamped to [-adv_clip_max, adv_clip_max]."""
+    return x.clamp(-cfg.adv_clip_max, cfg.adv_clip_max)
+
+
+def combine_channels(
+    x: Tensor,
+    weights: Tensor,
+    mode: Literal["sum_then_norm", "norm_then_sum", "norm_sum_whiten", "std_weighted"],
+    gid: Tensor,
+    valid: Tensor | None = None,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Tensor:
+    """One advantage [B] from reward channels x [B,R] and weights w [R].
+
+    sum_then_norm: z(sum_k w_k r_k). norm_then_sum: sum_k w_k z(r_k). norm_sum_whiten: norm_then_sum, then
+    standardised over the whole batch (GDPO). std_weighted: sum_k w_k std_k z(r_k) / sum_k w_k std_k
+    (DVAO). Raises ValueError on an unknown mode or a wrong number of weights.
+    """
+    if x.dim() != 2 or weights.shape != x.shape[1:]:
+        raise ValueError(f"need x [B,R] and weights [R], got {tuple(x.shape)} and {tuple(weights.shape)}")
+    z_k = gnorm(x, gid, ddof=ddof, eps=eps, valid=valid)
+    w = weights.to(z_k)
+    if mode == "sum_then_norm":
+        return gnorm(x.to(z_k.dtype) @ w, gid, ddof=ddof, eps=eps, valid=valid)
+    if mode == "norm_then_sum":
+        return z_k @ w
+    if mode == "norm_sum_whiten":
+        return gnorm(z_k @ w, torch.zeros_like(gid), ddof=ddof, eps=eps, valid=valid)
+    if mode == "std_weighted":
+        std = group_std(x, gid, valid, ddof) * w
+        total = std.sum(1, keepdim=True)
+        return (torch.where(total > 0, std / total, 0) * z_k).sum(1)
+    raise ValueError(f"unknown mode {mode!r}")

@@ -1,0 +1,77 @@
+"""Named compositions of links: data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Which links serve each hook, and the cfg values that differ from the links' own defaults.
+
+    The field defaults are GRPO. paper: arXiv id. formula_status: "verified" against the authors' code or
+    paper text, "secondary" against accounts of others, "derived" from an abstract. needs: batch data beyond
+    what the links declare. neutral: cfg at which the preset is GRPO, None if there is none.
+    """
+
+    name: str
+    paper: str
+    formula_status: Literal["verified", "secondary", "derived"]
+    group_key: str = "prompt"
+    reward_shape: tuple[str, ...] = ("identity",)
+    advantage: tuple[str, ...] = ("z",)
+    credit: tuple[str, ...] = ("broadcast",)
+    log_ratio: str = "token"
+    bounds: str = "symmetric"
+    surrogate: str = "ppo"
+    correction: tuple[str, ...] = ()
+    kl: str = "k3"
+    aggregate: str = "seq_mean_token_mean"
+    aux: tuple[tuple[float, str], ...] = ()
+    on_step: str = "noop"
+    sampler: str = "fixed"
+    cfg: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    neutral: dict[str, Any] | None = None
+
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset(name="grpo", paper="2402.03300", formula_status="verified", neutral={}),
+        Preset(
+            name="dr_grpo",
+            paper="2503.20783",
+            formula_status="secondary",
+            advantage=("centre",),
+            aggregate="seq_sum_const",
+        ),
+        Preset(
+            name="rloo",
+            paper="2402.14740",
+            formula_status="secondary",
+            advantage=("loo",),
+            bounds="open",
+            surrogate="reinforce",
+            aggregate="seq_sum_const",  # a sample is one action: its log-probs are summed
+        ),
+        Preset(
+            name="flow_grpo",
+            paper="2505.05470",
+            formula_status="verified",
+            advantage=("global_std", "clip"),
+            kl="exact",
+            cfg={"clip_lo": 1e-4, "clip_hi": 1e-4, "beta": 0.04},
+            neutral={
+                "global_std": False,
+                "ddof": 1,
+                "eps": 1e-6,
+                "adv_clip_max": float("inf"),
+                "clip_lo": 0.2,
+                "clip_hi": 0.2,
+                "beta": 0.0,
+            },
+        ),
+    )
+}

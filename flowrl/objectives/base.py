@@ -1,0 +1,89 @@
+"""What the trainer asks of an objective."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from flowrl.core import AdvOut, Batch, Totals
+from flowrl.policy import Policy, Weights
+from flowrl.rollout import Rollout
+from flowrl.samplers.flow import FlowSampler
+
+
+class Copies(Protocol):
+    """The trainer's copies of the trainable weights, as `after_update` sees them."""
+
+    def blend(self, name: str, decay: float) -> None:
+        """copy <- decay * copy + (1 - decay) * policy."""
+        ...
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One forward and backward: some rows of the rollout, one column of its table."""
+
+    rollout: Rollout
+    """The rows at hand."""
+    unit: int
+    """The column."""
+    batch: Batch
+    """Rewards, groups and validity of these rows with the totals of the whole update; log-probs are to be filled in."""
+    advantage: AdvOut
+    """`[b, 1]`, the column's advantages."""
+
+
+class Objective(ABC):
+    """How a rollout with rewards becomes a loss.
+
+    `requires`: what it needs of the sampler, the policy and the trainer, out of `"log_prob"` (stochastic steps with a
+    density), `"old"` (an averaged copy of the weights) and `"reference"` (the weights before training).
+    `behaviour`: the weights that sample the rollouts.
+    """
+
+    behaviour: Weights = "policy"
+
+    @property
+    @abstractmethod
+    def requires(self) -> frozenset[str]: ...
+
+    def check(self, sampler: FlowSampler) -> None:
+        """Refuse a sampler that cannot serve this objective.
+
+        Raises:
+            ValueError: with the reason and the remedy.
+        """
+        if "log_prob" in self.requires and not sampler.feasible(sampler.sigmas(1024)).any():
+            raise ValueError(
+                f"{type(self).__name__} scores stochastic steps, and {type(sampler).__name__}"
+                f"(noise_level={sampler.noise_level}) has none. Take FlowSDE, DanceSDE, CPS or CPWS with noise_level > 0."
+            )
+
+    @abstractmethod
+    def columns(self, rollout: Rollout) -> int:
+        """Number of columns `U` of the table this objective trains on."""
+
+    @abstractmethod
+    def advantages(self, batch: Batch) -> AdvOut:
+        """Advantages `[B, U]` of the full batch, gathered over ranks."""
+
+    @abstractmethod
+    def loss(self, policy: Policy, sampler: FlowSampler, micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of one micro-batch. Summed over the micro-batches and ranks of an update it is the update's loss.
+
+        Metrics ending in `_min` / `_max` are extremes, all others add up like the loss.
+        """
+
+    def after_update(self, copies: Copies, iteration: int, stats: Mapping[str, float]) -> None:
+        """Called once per iteration after its last optimizer step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides the weights."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""

@@ -1,0 +1,447 @@
+"""Any diffusers flow pipeline as a policy: run it unmodified, record it, replay it.
+
+Sampling calls the stock pipeline with cached prompt embeddings, explicit latents and two observers: a scheduler whose
+`step` applies our transition and keeps (x, x', log-probability), and a forward pre-hook that keeps the arguments of the
+transformer. Scoring again calls the transformer with the kept arguments under the current weights and recombines
+guidance. The same arguments with another x and sigma give the velocity that forward-process objectives need.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+
+from flowrl import noise
+from flowrl.pipelines.families import family_of
+from flowrl.policy import Transition, Weights
+from flowrl.rollout import Conditioning, Prompt, Rollout
+from flowrl.samplers.flow import ODE, FlowSampler
+from flowrl.samplers.plans import StepPlan
+
+ADAPTER = "default"
+
+
+class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
+    """The pipeline's scheduler with our grid and our transition in `step`.
+
+    Set `attach(...)` before each pipeline call; afterwards `states`, `actions`, `means`, `log_prob` hold one entry per
+    trained step.
+    """
+
+    def attach(
+        self, sampler: FlowSampler, sigmas: Tensor, plan: StepPlan, draw: Callable[[int], Tensor]
+    ) -> None:
+        self.sampler, self.grid, self.plan, self.draw = sampler, sigmas, plan, draw
+        self.states: list[Tensor] = []
+        self.actions: list[Tensor] = []
+        self.means: list[Tensor] = []
+        self.log_prob: list[Tensor] = []
+        self.previous: Tensor | None = None
+
+    def set_timesteps(
+        self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None
+    ) -> None:
+        """Take the sampler's grid, whatever the pipeline proposes."""
+        self.num_inference_steps = len(self.grid) - 1
+        self.sigmas = self.grid.to(device)
+        self.timesteps = self.sigmas[:-1] * self.config.num_train_timesteps
+        self._step_index = self._begin_index = None
+
+    def step(self, model_output, timestep, sample, *args, return_dict: bool = True, **kwargs):
+        i = 0 if self._step_index is None else self._step_index
+        self._step_index = i + 1
+        distribution = self.sampler.transition(
+            sample, model_output, self.grid, i, self.plan.stochastic[i], self.previous
+        )
+        self.previous = self.sampler.clean_estimate(sample, model_output, self.grid, i)
+        if self.plan.stochastic[i]:
+            action = distribution.sample(self.draw(i).to(sample.device))
+        else:
+            action = distribution.mean
+        # Round to the model's dtype first and score what was really taken, or the ratio would not be one.
+        action = action.to(model_output.dtype)
+        if self.plan.trained[i]:
+            self.states.append(sample)
+            self.actions.append(action)
+            self.means.append(distribution.mean)
+            self.log_prob.append(self.sampler.log_prob(distribution, action))
+        return (action,)
+
+
+class DiffusersPolicy:
+    """A diffusers flow pipeline as a policy (see `flowrl.policy.Policy`).
+
+    Args:
+        pipe: a loaded pipeline of a family in `flowrl.pipelines.families`.
+        peft_config: a `peft.LoraConfig` to train an adapter; None trains every weight of the transformer.
+            `target_modules=None` in it takes the family's published targets.
+        height, width: pixels; None takes the pipeline's default size.
+        max_sequence_length: T5 tokens per prompt, as in the pipeline's call.
+        negative_prompt: for guidance above 1 in families that guide by a second branch.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        peft_config: Any | None = None,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        max_sequence_length: int = 128,
+        negative_prompt: str = "",
+    ) -> None:
+        self.pipe = pipe
+        self.family = family_of(pipe)
+        default = pipe.default_sample_size * pipe.vae_scale_factor
+        self.height, self.width = height or default, width or default
+        self.options = {"max_sequence_length": max_sequence_length}
+        self.negative_prompt = negative_prompt
+        self.module: nn.Module = pipe.transformer
+        self.forward_module: nn.Module = self.module
+        self.copies: Callable[[str], AbstractContextManager[None]] | None = None
+        self._cache: dict[tuple[str, bool], dict[str, Tensor]] = {}
+
+        for component in pipe.components.values():
+            if isinstance(component, nn.Module):
+                component.requires_grad_(False).eval()
+        self.peft_config = peft_config
+        if peft_config is None:
+            self.module.requires_grad_(True)
+        else:
+            if peft_config.target_modules is None:
+                peft_config.target_modules = list(self.family.lora_targets)
+            self.module.add_adapter(peft_config, adapter_name=ADAPTER)
+            for p in self.module.parameters():
+                if p.requires_grad:
+                    p.data = p.data.float()
+        pipe.set_progress_bar_config(disable=True)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by name."""
+        return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+
+    # ------------------------------------------------------------------------------------------- conditioning
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt], guidance_scale: float = 1.0) -> Conditioning:
+        """The pipeline's own `encode_prompt`, one row per entry, cached by text."""
+        guided = self.family.doubled_guidance and guidance_scale > 1
+        missing = list(dict.fromkeys(p.text for p in prompts if (p.text, guided) not in self._cache))
+        for start in range(0, len(missing), 32):
+            texts = missing[start : start + 32]
+            arguments = self.family.encode(
+                self.pipe, texts, self.negative_prompt if guided else None, self.options
+            )
+            for i, text in enumerate(texts):
+                self._cache[text, guided] = {k: v[i] for k, v in arguments.items()}
+        rows = [self._cache[p.text, guided] for p in prompts]
+        return Conditioning({k: torch.stack([r[k] for r in rows]) for k in rows[0]})
+
+    # ----------------------------------------------------------------------------------------------- sampling
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        members: Sequence[int],
+        sampler: FlowSampler,
+        *,
+        seed: int,
+        iteration: int,
+        batch_size: int,
+    ) -> Rollout:
+        """Generate one sample per (prompt, member) with the unmodified pipeline, `batch_size` at a time.
+
+        Noise and plan are functions of `seed`, `iteration` and the indices, never of the batch.
+        """
+        conditioning = self.encode(prompts, sampler.guidance_scale)
+        shape = self.family.latent_shape(self.pipe, self.height, self.width)
+        sigmas = sampler.sigmas(self.family.image_tokens(shape)).cpu()
+        plan = sampler.plan.draw(seed, iteration, sampler.steps, sampler.feasible(sigmas).tolist())
+        parts = [
+            self._sample_chunk(
+                list(prompts[start : start + batch_size]),
+                list(members[start : start + batch_size]),
+                conditioning.rows(slice(start, start + batch_size)),
+                sampler,
+                sigmas,
+                plan,
+                shape,
+                seed,
+                iteration,
+            )
+            for start in range(0, len(prompts), batch_size)
+        ]
+        return Rollout.cat(parts)
+
+    def _sample_chunk(
+        self,
+        prompts: list[Prompt],
+        members: list[int],
+        conditioning: Conditioning,
+        sampler: FlowSampler,
+        sigmas: Tensor,
+        plan: StepPlan,
+        shape: tuple[int, ...],
+        seed: int,
+        iteration: int,
+    ) -> Rollout:
+        device = self.device
+        dtype = next(iter(conditioning.arguments.values())).dtype
+
+        def draw(step: int) -> Tensor:
+            return noise.batch_normal(shape, seed, iteration, [p.index for p in prompts], members, step)
+
+        scheduler = RecordingScheduler.from_config(self.pipe.scheduler.config)
+        scheduler.attach(sampler, sigmas, plan, draw)
+        with self._observed(scheduler) as calls:
+            latents = self.pipe(
+                **{k: v.to(device) for k, v in conditioning.arguments.items()},
+                latents=draw(noise.INITIAL).to(device, dtype),
+                num_inference_steps=sampler.steps,
+                guidance_scale=sampler.guidance_scale,
+                height=self.height,
+                width=self.width,
+                output_type="latent",
+                return_dict=False,
+            )[0]
+        batched, shared = self._template(calls, len(prompts), sigmas, latents.dtype)
+        empty = latents.new_empty((len(prompts), 0, *shape))
+        stack = lambda xs: torch.stack(xs, 1) if xs else empty  # noqa: E731
+        return Rollout(
+            prompts=prompts,
+            members=members,
+            iteration=iteration,
+            seed=seed,
+            plan=plan,
+            sigmas=sigmas,
+            guidance_scale=sampler.guidance_scale,
+            calls=batched,
+            shared=shared,
+            latents=latents,
+            states=stack(scheduler.states),
+            actions=stack(scheduler.actions),
+            means=stack(scheduler.means).float(),
+            log_prob=torch.stack(scheduler.log_prob, 1)
+            if scheduler.log_prob
+            else torch.zeros((len(prompts), 0), device=device),
+        )
+
+    @contextmanager
+    def _observed(self, scheduler: RecordingScheduler) -> Iterator[list[dict[str, Any]]]:
+        """Swap the scheduler in and record the transformer's keyword arguments."""
+        calls: list[dict[str, Any]] = []
+        stock = self.pipe.scheduler
+
+        def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            # Only the first call is kept whole: later ones differ in the latents and the time.
+            calls.append(dict(kwargs) if not calls else {"timestep": kwargs["timestep"]})
+
+        handle = self.module.register_forward_pre_hook(record, with_kwargs=True)
+        self.pipe.scheduler = scheduler
+        try:
+            yield calls
+        finally:
+            self.pipe.scheduler = stock
+            handle.remove()
+
+    def _template(
+        self, calls: list[dict[str, Any]], batch: int, sigmas: Tensor, dtype: torch.dtype
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Split a recorded call into rows `[B, branches, ...]` and what all rows share."""
+        kwargs = dict(calls[0])
+        branches = kwargs.pop("hidden_states").shape[0] // batch
+        kwargs.pop("timestep")
+        kwargs.pop("return_dict", None)
+        if len(calls) != len(sigmas) - 1:
+            raise RuntimeError(
+                f"{type(self.pipe).__name__} called its transformer {len(calls)} times in {len(sigmas) - 1} steps; "
+                "replay needs one call per step. Switch off options that add calls (skip-layer or true guidance)."
+            )
+        for i, call in enumerate(calls):
+            expected = self.family.model_time(sigmas[i].to(call["timestep"].device), dtype)
+            if not torch.equal(call["timestep"].flatten()[0], expected.to(call["timestep"].dtype)):
+                raise RuntimeError(
+                    f"{type(self.pipe).__name__} passed time {call['timestep'].flatten()[0].item()} at step {i}, its "
+                    f"entry in flowrl.pipelines.families says {expected.item()}: correct `model_time` there."
+                )
+        batched, shared = {}, {}
+        for name, value in kwargs.items():
+            if name in self.family.batched and isinstance(value, Tensor):
+                batched[name] = value.unflatten(0, (branches, batch)).transpose(0, 1)
+            else:
+                shared[name] = value
+        return batched, shared
+
+    def stock_difference(
+        self, prompts: Sequence[Prompt], members: Sequence[int], sampler: FlowSampler, seed: int
+    ) -> float:
+        """Largest difference of the latents at noise 0 to the untouched pipeline's, from the same noise.
+
+        Raises:
+            RuntimeError: they differ by more than 1e-4: the family's entry is wrong for this pipeline.
+        """
+        ode = ODE.from_config(
+            self.pipe.scheduler.config, steps=sampler.steps, guidance_scale=sampler.guidance_scale
+        )
+        ours = self.sample(prompts, members, ode, seed=seed, iteration=0, batch_size=len(prompts))
+        shape = self.family.latent_shape(self.pipe, self.height, self.width)
+        conditioning = self.encode(prompts, sampler.guidance_scale)
+        dtype = ours.latents.dtype
+        with torch.no_grad():
+            stock = self.pipe(
+                **{k: v.to(self.device) for k, v in conditioning.arguments.items()},
+                latents=noise.batch_normal(
+                    shape, seed, 0, [p.index for p in prompts], members, noise.INITIAL, self.device, dtype
+                ),
+                num_inference_steps=ode.steps,
+                guidance_scale=ode.guidance_scale,
+                height=self.height,
+                width=self.width,
+                output_type="latent",
+                return_dict=False,
+            )[0]
+        difference = (stock.float() - ours.latents.float()).abs().max().item()
+        if not difference <= 1e-4:
+            raise RuntimeError(
+                f"at noise 0 our latents differ from the stock {type(self.pipe).__name__}'s by {difference:.3g}: "
+                "its entry in flowrl.pipelines.families does not describe it"
+            )
+        return difference
+
+    # ---------------------------------------------------------------------------------------------- evaluation
+
+    def velocity(self, x: Tensor, sigma: Tensor, rollout: Rollout) -> Tensor:
+        """`v(x, sigma)` under the current weights with the rollout's conditioning and guidance, float32.
+
+        Args:
+            x: `[b, ...]` latents, rounded to the dtype of the rollout's.
+            sigma: `[b]` or 0-dim noise level.
+        """
+        x = x.to(rollout.latents.dtype)
+        branches = next(iter(rollout.calls.values())).shape[1]
+        time = self.family.model_time(sigma.to(x.device, torch.float32).expand(len(x)), x.dtype)
+        module = self.forward_module if torch.is_grad_enabled() else self.module
+        output = module(
+            hidden_states=torch.cat([x] * branches),
+            timestep=torch.cat([time] * branches),
+            **{k: v.transpose(0, 1).flatten(0, 1) for k, v in rollout.calls.items()},
+            **rollout.shared,
+            return_dict=False,
+        )[0]
+        if branches == 2:  # the pipeline's own order and arithmetic: [unconditional, conditional]
+            unconditional, conditional = output.chunk(2)
+            output = unconditional + rollout.guidance_scale * (conditional - unconditional)
+        return output.float()
+
+    def evaluate(self, rollout: Rollout, unit: int, sampler: FlowSampler) -> Transition:
+        """Score the recorded action of column `unit` under the current weights; carries gradient."""
+        step = rollout.plan.trained_steps[unit]
+        x = rollout.states[:, unit]
+        v = self.velocity(x, rollout.sigmas[step], rollout)
+        distribution = sampler.transition(x, v, rollout.sigmas, step)
+        return Transition(distribution, sampler.log_prob(distribution, rollout.actions[:, unit]))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images `[b, 3, H, W]` in [0, 1], float32."""
+        vae = self.pipe.vae
+        z = self.family.unpack(self.pipe, latents, self.height, self.width)
+        z = z.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+        image = vae.decode(z, return_dict=False)[0]
+        return self.pipe.image_processor.postprocess(image, output_type="pt").float()
+
+    # ------------------------------------------------------------------------------------------------- weights
+
+    def use(self, weights: Weights) -> AbstractContextManager[None]:
+        """Run a block, without gradients, with other weights.
+
+        "reference" is the model before training: the adapter switched off, or a frozen copy. "old" and "ema" are the
+        trainer's copies.
+
+        Raises:
+            RuntimeError: no trainer has provided the copy.
+        """
+        if weights == "policy":
+            return nullcontext()
+        if weights == "reference" and self.peft_config is not None:
+            return self._adapter_off()
+        if self.copies is None:
+            raise RuntimeError(f"no copy {weights!r} of the weights: a Trainer provides it (Policy.copies)")
+        return self.copies(weights)
+
+    @contextmanager
+    def _adapter_off(self) -> Iterator[None]:
+        trained = list(self.trainable().values())
+        self.module.disable_adapters()
+        try:
+            yield
+        finally:
+            self.module.enable_adapters()
+            for p in trained:  # peft leaves them frozen, and a backward would then silently do nothing
+                p.requires_grad_(True)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write an adapter that `pipe.load_lora_weights(directory)` loads, or a whole pipeline folder."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.peft_config is None:
+            self.pipe.save_pretrained(directory, safe_serialization=True)
+            return
+        from peft.utils import get_peft_model_state_dict
+
+        # Without the metadata diffusers forgets lora_alpha and the reloaded policy is another one.
+        metadata = json.loads(json.dumps(self.peft_config.to_dict(), default=_jsonable))
+        type(self.pipe).save_lora_weights(
+            directory,
+            transformer_lora_layers=get_peft_model_state_dict(self.module, adapter_name=ADAPTER),
+            transformer_lora_adapter_metadata=metadata,
+        )
+
+
+def _jsonable(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def load_pipeline(path: str | Path, torch_dtype: torch.dtype | str | None = None, **kwargs: Any) -> Any:
+    """`DiffusionPipeline.from_pretrained` that also takes folders saved without some text encoder.
+
+    Raises:
+        FileNotFoundError: the folder lacks `model_index.json` or a component's weights; the message names it.
+    """
+    from diffusers import DiffusionPipeline
+
+    folder = Path(path)
+    if folder.is_dir():
+        index_file = folder / "model_index.json"
+        if not index_file.is_file():
+            raise FileNotFoundError(
+                f"{folder} is not a diffusers pipeline: it has no model_index.json. Pass a folder written by "
+                "`pipe.save_pretrained(...)` or a model id."
+            )
+        for name, entry in json.loads(index_file.read_text()).items():
+            if not isinstance(entry, list):
+                continue
+            if entry == [None, None]:
+                kwargs.setdefault(name, None)
+            elif (folder / name / "config.json").is_file() and not any((folder / name).glob("*.safetensors")):
+                raise FileNotFoundError(
+                    f"{folder / name} has a config but no *.safetensors weights: the download or copy is incomplete. "
+                    "Fetch the folder again, or save it with safe_serialization=True."
+                )
+    elif len(folder.parts) != 2:
+        raise FileNotFoundError(
+            f"no model folder {folder}. Pass an existing folder or a hub id such as 'stabilityai/stable-diffusion-3.5-medium'."
+        )
+    return DiffusionPipeline.from_pretrained(path, torch_dtype=torch_dtype, **kwargs)

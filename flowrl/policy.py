@@ -1,0 +1,72 @@
+"""The protocol every generator implements: a stochastic policy that acts step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from flowrl.distributions import Gaussian
+from flowrl.rollout import Conditioning, Prompt, Rollout
+
+Weights = Literal["policy", "reference", "old", "ema"]
+
+
+@dataclass
+class Transition:
+    """One step of the policy scored again: `distribution` over the next state and `log_prob [b]` of the action."""
+
+    distribution: Gaussian
+    log_prob: Tensor
+
+
+class Policy(Protocol):
+    """A generator seen as a policy. Every method but `evaluate` and `velocity` runs without gradients."""
+
+    module: nn.Module
+    """The network whose parameters are trained, unwrapped: rollouts call it."""
+    forward_module: nn.Module
+    """The same network as the launcher wrapped it (DDP): passes with gradients go through it."""
+    copies: Callable[[str], AbstractContextManager[None]] | None
+    """Puts a named copy of the trainable weights in place; the trainer provides it."""
+
+    def encode(self, prompts: Sequence[Prompt], guidance_scale: float = 1.0) -> Conditioning:
+        """Prompt embeddings, one row per entry, cached by text."""
+        ...
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        members: Sequence[int],
+        sampler,
+        *,
+        seed: int,
+        iteration: int,
+        batch_size: int,
+    ) -> Rollout:
+        """Generate one sample per (prompt, member); the result depends on these indices alone."""
+        ...
+
+    def evaluate(self, rollout: Rollout, unit: int, sampler) -> Transition:
+        """Score the recorded action of column `unit` under the current weights; carries gradient."""
+        ...
+
+    def velocity(self, x: Tensor, sigma: Tensor, rollout: Rollout) -> Tensor:
+        """`v(x, sigma)` `[b, ...]` in float32 with the rollout's conditioning; carries gradient."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images `[b, 3, H, W]` in [0, 1], float32."""
+        ...
+
+    def use(self, weights: Weights) -> AbstractContextManager[None]:
+        """Run the block with other weights; the policy's own are back afterwards, whatever happens inside."""
+        ...
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write what stock tools load."""
+        ...

@@ -1,0 +1,99 @@
+"""What is watched while training: reward statistics, exact drift, non-finite numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.core import AdvOut, Batch, group_std, zero_spread_share
+from flowrl.policy import Policy
+from flowrl.rollout import Prompt, Rollout
+from flowrl.samplers.flow import FlowSampler
+
+
+def reward_metrics(prompts: list[Prompt], parts: Mapping[str, Tensor], batch: Batch) -> dict[str, float]:
+    """Mean and std per reward and of the total, means per task (`tag`), spread within groups, failures."""
+    valid = batch.valid_rows
+    total = batch.reward[valid]
+    metrics = {
+        "reward/mean": total.mean().item(),
+        "reward/std": total.std(correction=0).item(),
+        "reward/group_std": group_std(batch.reward.nan_to_num(), batch.group_id, valid, 0)[valid]
+        .mean()
+        .item(),
+        "reward/zero_spread_share": float(
+            zero_spread_share(batch.reward.nan_to_num(), batch.group_id, valid)
+        ),
+        "reward/invalid_share": 1 - valid.float().mean().item(),
+    }
+    for name, values in parts.items():
+        known = values[~values.isnan()]
+        if len(known):
+            metrics[f"reward/{name}/mean"] = known.mean().item()
+            metrics[f"reward/{name}/std"] = known.std(correction=0).item()
+    tags = [p.metadata.get("tag") for p in prompts]
+    for tag in sorted({t for t in tags if t is not None}):
+        rows = torch.tensor([t == tag for t in tags]) & valid
+        if rows.any():
+            metrics[f"reward/task/{tag}"] = batch.reward[rows].mean().item()
+    return metrics
+
+
+def advantage_metrics(advantage: AdvOut, batch: Batch) -> dict[str, float]:
+    """Spread of the advantages and the share that is exactly 0."""
+    a = advantage.adv[batch.valid_rows]
+    return {
+        "advantage/std": a.std(correction=0).item(),
+        "advantage/abs_max": a.abs().max().item(),
+        "advantage/zero_share": (a == 0).float().mean().item(),
+    }
+
+
+@torch.no_grad()
+def drift(policy: Policy, sampler: FlowSampler, rollout: Rollout, reference: bool) -> dict[str, float]:
+    """How far the policy is from the behaviour weights and from the reference, on recorded states.
+
+    With stochastic steps: exact KL per step, averaged over latent elements (nats), and its mean. Without: mean squared
+    velocity difference to the reference on the final latents noised half-way.
+    """
+    metrics: dict[str, float] = {}
+    steps = rollout.plan.trained_steps
+    if steps:
+        now = [policy.evaluate(rollout, u, sampler).distribution for u in range(len(steps))]
+        before = [type(d)(rollout.means[:, u], d.std) for u, d in enumerate(now)]
+        _kl_metrics(metrics, "old", steps, now, before)
+        if reference:
+            with policy.use("reference"):
+                start = [policy.evaluate(rollout, u, sampler).distribution for u in range(len(steps))]
+            _kl_metrics(metrics, "reference", steps, now, start)
+    elif reference:
+        half = rollout.sigmas.new_tensor(0.5)
+        x = 0.5 * rollout.latents.float()
+        v = policy.velocity(x, half, rollout)
+        with policy.use("reference"):
+            metrics["drift/velocity_mse_reference"] = (
+                (v - policy.velocity(x, half, rollout)).pow(2).mean().item()
+            )
+    return metrics
+
+
+def _kl_metrics(metrics: dict[str, float], name: str, steps, now, other) -> None:
+    kls = [a.kl(b, reduce="mean").mean().item() for a, b in zip(now, other, strict=True)]
+    metrics[f"kl/{name}"] = sum(kls) / len(kls)
+    metrics |= {f"kl/{name}/step_{step:02d}": kl for step, kl in zip(steps, kls, strict=True)}
+
+
+def first_non_finite(tensors: Mapping[str, Tensor | None], module: nn.Module) -> str:
+    """The name of the first tensor, in the order of computation, that holds NaN or inf."""
+    for name, value in tensors.items():
+        if value is not None and not torch.isfinite(value).all():
+            return name
+    for name, p in module.named_parameters():
+        if not torch.isfinite(p).all():
+            return f"weight {name}"
+    for name, p in module.named_parameters():
+        if p.grad is not None and not torch.isfinite(p.grad).all():
+            return f"gradient of {name}"
+    return "loss (all its inputs are finite)"

@@ -1,0 +1,838 @@
+"""The loop: draw prompts, roll out, score, compare within groups, update."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from diffusers.optimization import get_scheduler
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from flowrl.core import AdvOut, Batch, Totals
+from flowrl.objectives.base import Micro, Objective
+from flowrl.pipelines.recording import DiffusersPolicy, load_pipeline
+from flowrl.rewards import RewardError, RewardSet
+from flowrl.rewards.base import Scores
+from flowrl.rollout import Prompt, Rollout
+from flowrl.samplers.flow import ODE, FlowSampler
+from flowrl.training import checkpoint, monitors
+from flowrl.training.arguments import TrainingArguments
+from flowrl.training.batch_plan import BatchPlan
+from flowrl.training.prompts import PromptSet, PromptSource, columns_of
+from flowrl.training.tracking import Tracking, check_trackers
+from flowrl.training.weights import WeightCopies, ema_decay
+
+EVALUATION = -1  # the "iteration" whose noise evaluations use: the same images' seeds every time
+
+
+@dataclass
+class Evaluation:
+    """Scores of one evaluation. `overall` is the mean over tasks where prompts have a `tag`, else over images."""
+
+    overall: float
+    per_task: dict[str, dict[str, float]]
+    """Task -> `score`, `images`, `prompts`."""
+    rewards: dict[str, float]
+    images: int
+    seconds: float
+    iteration: int
+    grid: Tensor = field(repr=False)
+    """`[N, 3, H, W]` the first sample of up to 24 prompts, spread over the tasks."""
+    captions: list[str] = field(repr=False, default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the pictures."""
+        keys = ("overall", "per_task", "rewards", "images", "seconds", "iteration")
+        return {key: getattr(self, key) for key in keys}
+
+
+class RatioError(RuntimeError):
+    """The policy, scored again before any update, does not give the rollout's log-probabilities."""
+
+
+class Trainer:
+    """Fine-tune a generator with a reward.
+
+    Args:
+        pipe: a diffusers pipeline, a folder or model id to load one from, or a ready `DiffusersPolicy`.
+        objective: how rewards become a loss, e.g. `FlowGRPO()` or `DiffusionNFT()`.
+        sampler: how rollouts are generated, e.g. `FlowSDE.from_config(pipe.scheduler.config)`.
+        rewards: a callable, a name, or a mapping of these to weights (see `flowrl.rewards.RewardSet`).
+        prompts: training prompts: a list, a `.jsonl` or `.txt` file, or a named set (see `PromptSet`).
+        eval_prompts, eval_rewards, eval_sampler: held-out prompts (none: no evaluation), what scores them (default
+            `rewards`) and how they are sampled (default: the ODE on the sampler's grid).
+        peft_config: a `peft.LoraConfig` trains an adapter; None trains all weights of the transformer.
+        args: `TrainingArguments`.
+        recipe: what to write as the run's full recipe; the CLI passes it.
+
+    Raises:
+        ValueError: objective, sampler, rewards, prompts and arguments do not fit; the message says why and what to do.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        objective: Objective,
+        sampler: FlowSampler,
+        rewards: Any,
+        prompts: PromptSource | PromptSet,
+        *,
+        eval_prompts: PromptSource | PromptSet | None = None,
+        eval_rewards: Any = None,
+        eval_sampler: FlowSampler | None = None,
+        peft_config: Any = None,
+        args: TrainingArguments | None = None,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.args = args = args or TrainingArguments()
+        self.objective, self.sampler = objective, sampler
+        self.eval_sampler = eval_sampler or ODE(
+            steps=sampler.steps, guidance_scale=sampler.guidance_scale, schedule=sampler.schedule
+        )
+        # Everything that can be refused is refused before a model is loaded.
+        objective.check(sampler)
+        self.rewards = RewardSet(rewards, args.max_invalid_share)
+        self.eval_rewards = (
+            self.rewards if eval_rewards is None else RewardSet(eval_rewards, args.max_invalid_share)
+        )
+        self.prompts = _prompt_set(prompts)
+        self.eval_prompts = None if eval_prompts is None else _prompt_set(eval_prompts)
+        self.rewards.check_columns(self.prompts.columns)
+        if self.eval_prompts is not None:
+            self.eval_rewards.check_columns(self.eval_prompts.columns)
+        if args.prompts_per_iteration > len(self.prompts):
+            raise ValueError(
+                f"prompts_per_iteration is {args.prompts_per_iteration}, but there are only {len(self.prompts)} prompts"
+            )
+        check_trackers(args.log_with)
+        self.output_dir = Path(args.output_dir)
+        self.accelerator = Accelerator(
+            mixed_precision=args.mixed_precision, log_with=list(args.log_with), project_dir=self.output_dir
+        )
+        world = self.accelerator.num_processes
+        if args.processes is not None and args.processes != world:
+            raise ValueError(
+                f"the run asks for {args.processes} process(es) and the launcher started {world}. "
+                f"Start it with `torchrun --nproc_per_node {args.processes} -m flowrl train ...` "
+                "(`accelerate launch --cpu` starts one, whatever it is told)."
+            )
+        self.plan = BatchPlan(
+            args.prompts_per_iteration,
+            args.group_size,
+            args.updates_per_iteration,
+            world,
+            args.micro_batch_size,
+        )
+
+        set_seed(args.seed)  # an adapter's first weights
+        if isinstance(pipe, str | Path):
+            pipe = load_pipeline(pipe)
+        self.policy = (
+            pipe if isinstance(pipe, DiffusersPolicy) else DiffusersPolicy(pipe, peft_config=peft_config)
+        )
+        self.policy.pipe.to(self.accelerator.device)
+        if args.gradient_checkpointing:
+            self.policy.module.enable_gradient_checkpointing()
+        parameters = self.policy.trainable()
+        self.optimizer = torch.optim.AdamW(
+            parameters.values(),
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            weight_decay=args.weight_decay,
+            eps=args.adam_epsilon,
+        )
+        self.model, self.optimizer = self.accelerator.prepare(self.policy.module, self.optimizer)
+        self.policy.forward_module = self.model
+        self.lr_scheduler = get_scheduler(
+            args.lr_scheduler,
+            self.optimizer,
+            num_warmup_steps=args.warmup_updates,
+            num_training_steps=args.iterations * args.updates_per_iteration,
+        )
+        names = []
+        # The reference is also what drift is measured against, whether or not the objective needs it.
+        if self.policy.peft_config is None and ("reference" in objective.requires or args.monitor_samples):
+            names.append("reference")
+        if "old" in objective.requires:
+            names.append("old")
+        if args.ema_decay is not None:
+            names.append("ema")
+        self.copies = WeightCopies(self.policy.trainable(), tuple(names))
+        self.policy.copies = self.copies.swapped
+
+        self.iteration = 0
+        self.updates = 0
+        self.best: dict[str, Any] = {}
+        self.history: list[dict[str, Any]] = []
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.recipe = dict(recipe or {})
+        self._interrupted = False
+
+    # --------------------------------------------------------------------------------------------- description
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that loads it."""
+        a = self.args
+        texts = "\n".join(p.text for p in self.prompts)
+        return {
+            "objective": repr(self.objective),
+            "sampler": repr(self.sampler),
+            "rewards": self.rewards.weights,
+            "prompts": f"{len(self.prompts)} prompts {hashlib.sha256(texts.encode()).hexdigest()[:12]}",
+            "parameters": {n: list(p.shape) for n, p in self.policy.trainable().items()},
+            "training": {
+                k: v
+                for k, v in asdict(a).items()
+                if k
+                in (
+                    "seed",
+                    "prompts_per_iteration",
+                    "group_size",
+                    "updates_per_iteration",
+                    "learning_rate",
+                    "adam_beta1",
+                    "adam_beta2",
+                    "weight_decay",
+                    "adam_epsilon",
+                    "lr_scheduler",
+                    "max_grad_norm",
+                    "ema_decay",
+                    "ema_every",
+                    "mixed_precision",
+                )
+            },
+        }
+
+    def describe(self) -> str:
+        """What is about to run, in a few lines."""
+        trained = sum(p.numel() for p in self.policy.trainable().values())
+        total = sum(p.numel() for p in self.policy.module.parameters())
+        return "\n".join(
+            [
+                f"{type(self.policy.pipe).__name__}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M transformer parameters "
+                f"trained ({'LoRA' if self.policy.peft_config else 'all weights'}), {self.policy.height} x {self.policy.width} px",
+                f"objective {self.objective}",
+                f"sampler   {type(self.sampler).__name__}, {self.sampler.steps} steps, noise level {self.sampler.noise_level}, "
+                f"guidance {self.sampler.guidance_scale}",
+                f"rewards   {self.rewards.weights}; {len(self.prompts)} prompts"
+                + (f", {len(self.eval_prompts)} held out" if self.eval_prompts else ""),
+                f"batch     {self.plan.describe()}",
+                f"device    {self.accelerator.device}, {self.accelerator.num_processes} process(es), "
+                f"precision {self.accelerator.mixed_precision}",
+            ]
+        )
+
+    # ------------------------------------------------------------------------------------------------- rollout
+
+    def rollout(self, iteration: int) -> tuple[Rollout, Batch, AdvOut, dict[str, float]]:
+        """This process's samples of an iteration, and the rewards and advantages of all processes' samples.
+
+        The batch's rows are in the order of the sample numbers, whatever the number of processes.
+        """
+        a, rank = self.args, self.accelerator.process_index
+        drawn = self.prompts.draw(a.seed, iteration, a.prompts_per_iteration)
+        numbers = self.plan.rows(a.seed, iteration, rank)
+        prompts = [drawn[s // a.group_size] for s in numbers]
+        members = [s % a.group_size for s in numbers]
+        with self._timed("rollout"), self.policy.use(self.objective.behaviour):
+            rollout = self.policy.sample(
+                prompts,
+                members,
+                self.sampler,
+                seed=a.seed,
+                iteration=iteration,
+                batch_size=a.sample_batch_size,
+            )
+        with self._timed("decode"):
+            rollout.media = self._decode(rollout.latents)
+        with self._timed("reward"):
+            scores = self._score(
+                self.rewards, rollout.media, rollout.prompts, self.prompts.columns, iteration
+            )
+            total, valid, parts = self._gather(numbers, scores)
+        every = [drawn[s // a.group_size] for s in range(self.plan.samples)]
+        columns = self.objective.columns(rollout)
+        batch = Batch(
+            mask=torch.ones(self.plan.samples, columns, dtype=torch.bool),
+            logp=torch.zeros(self.plan.samples, columns),
+            old_logp=torch.zeros(self.plan.samples, columns),
+            reward=total,
+            group_id=torch.tensor([p.index for p in every]),
+            valid=valid,
+        )
+        advantage = self.objective.advantages(batch)
+        metrics = monitors.reward_metrics(every, parts, batch) | monitors.advantage_metrics(advantage, batch)
+        return rollout, batch, advantage, metrics
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        return torch.cat([self.policy.decode(x) for x in latents.split(self.args.sample_batch_size)])
+
+    def _gather(self, numbers: list[int], scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Rewards of all processes, by sample number."""
+        acc = self.accelerator
+        table = torch.stack([scores.total, scores.valid.float(), *scores.parts.values()], 1)
+        order = acc.gather(torch.tensor(numbers, device=acc.device)).cpu().argsort()
+        table = acc.gather(table.to(acc.device)).cpu()[order]
+        return table[:, 0], table[:, 1] > 0, {n: table[:, i + 2] for i, n in enumerate(scores.parts)}
+
+    def _score(
+        self,
+        rewards: RewardSet,
+        media: Tensor,
+        prompts: Sequence[Prompt],
+        columns: Sequence[str],
+        iteration: int,
+    ) -> Scores:
+        """Score, or save the offending samples and stop."""
+        try:
+            with torch.no_grad():
+                return rewards.score(media, [p.text for p in prompts], columns_of(prompts, columns))
+        except RewardError as error:
+            folder = (
+                self.output_dir / "failed" / f"iteration-{iteration:06d}-{self.accelerator.process_index}"
+            )
+            where = error.save(folder)
+            error.args = (f"{error.args[0]} The samples are in {where.parent}.",)
+            raise
+
+    # -------------------------------------------------------------------------------------------------- update
+
+    def update(
+        self, rollout: Rollout, batch: Batch, advantage: AdvOut, iteration: int, index: int
+    ) -> dict[str, float]:
+        """One optimizer step on the `index`-th share of the iteration's samples."""
+        acc, plan, a = self.accelerator, self.plan, self.args
+        share = [s for r in range(plan.processes) for s in self._share(iteration, index, r)]
+        keep = batch.loss_rows if advantage.keep is None else batch.loss_rows & advantage.keep
+        counts = Totals.of(batch.mask[share], keep[share])
+        mine = self._share(iteration, index, acc.process_index)
+        columns = batch.mask.shape[1]
+        sums: dict[str, Tensor] = {}
+        extremes: dict[str, Tensor] = {}
+        slices = plan.micro_batches
+        for rows in slices:
+            numbers = mine[rows]
+            part = rollout.rows([index * plan.per_update + i for i in range(rows.start, rows.stop)])
+            for unit in range(columns):
+                where = torch.tensor(numbers)
+                table = batch.slice(where, [unit])
+                row_tokens = (batch.mask[where].sum(1) * keep[where]).float()
+                table = replace(table, totals=Totals(counts.rows, counts.tokens, row_tokens))
+                micro = Micro(
+                    part,
+                    unit,
+                    _to(table, acc.device),
+                    _to(advantage.slice(where, [unit]), acc.device),
+                )
+                last = rows is slices[-1] and unit == columns - 1
+                with self._synchronised(last):
+                    loss, metrics = self.objective.loss(self.policy, self.sampler, micro)
+                    # DDP averages over processes; the loss is written to be summed.
+                    acc.backward(loss * plan.processes)
+                self._collect(metrics, unit, columns, sums, extremes)
+        totals = {k: acc.reduce(v.to(acc.device), "sum").item() for k, v in sorted(sums.items())}
+        for k, v in sorted(extremes.items()):
+            gathered = acc.gather(v.to(acc.device).reshape(1))
+            totals[k] = (gathered.min() if k.endswith("_min") else gathered.max()).item()
+        norm = acc.clip_grad_norm_(self.policy.trainable().values(), a.max_grad_norm)
+        totals["grad_norm"] = float(norm)
+        if (
+            a.mixed_precision != "fp16"
+            and not torch.isfinite(torch.tensor([totals["loss"], float(norm)])).all()
+        ):
+            bad = monitors.first_non_finite(
+                {
+                    "latents": rollout.latents,
+                    "log_prob": rollout.log_prob,
+                    "reward": batch.reward[batch.valid_rows],
+                    "advantage": advantage.adv,
+                },
+                self.policy.module,
+            )
+            raise RuntimeError(
+                f"non-finite loss ({totals['loss']}) or gradient ({float(norm)}) in iteration {iteration}; first bad "
+                f"tensor: {bad}. Nothing was updated. Lower learning_rate, or use bf16 instead of fp16; resume from the "
+                "last checkpoint."
+            )
+        lr_scale = totals.pop("lr_scale_min", 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= lr_scale
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        totals["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        self.lr_scheduler.step()
+        if a.ema_decay is not None and self.updates % a.ema_every == 0:
+            self.copies.blend("ema", ema_decay(self.updates, a.ema_decay))
+        self.updates += 1
+        return totals
+
+    def _share(self, iteration: int, index: int, rank: int) -> list[int]:
+        n = self.plan.per_update
+        return self.plan.rows(self.args.seed, iteration, rank)[index * n : (index + 1) * n]
+
+    @contextmanager
+    def _synchronised(self, last: bool) -> Iterator[None]:
+        """Gradients cross processes with the last micro-batch only."""
+        if last:
+            yield
+        else:
+            with self.accelerator.no_sync(self.model):
+                yield
+
+    @staticmethod
+    def _collect(metrics, unit: int, columns: int, sums, extremes) -> None:
+        """Add up a micro-batch's metrics; per step what is a statement about a step."""
+        for name, value in metrics.items():
+            if name == "lr_scale":
+                extremes["lr_scale_min"] = value
+            elif name.endswith("_min"):
+                extremes[name] = torch.minimum(extremes.get(name, value), value)
+            elif name.endswith("_max"):
+                extremes[name] = torch.maximum(extremes.get(name, value), value)
+                key = f"step/{name[:-4]}/{unit:02d}_max"
+                extremes[key] = torch.maximum(extremes.get(key, value), value)
+            else:
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+                if name in ("approx_kl", "ratio_mean", "clip_frac_high", "clip_frac_low"):
+                    key = f"step/{name}/{unit:02d}"
+                    sums[key] = sums.get(key, torch.zeros_like(value)) + columns * value
+
+    # -------------------------------------------------------------------------------------------------- checks
+
+    def check_ratio(self, rollout: Rollout) -> float:
+        """Largest |log ratio| of the behaviour weights scored again, over all trained steps.
+
+        Raises:
+            RatioError: above the tolerance; the message names the step and the likely cause.
+        """
+        if "log_prob" not in self.objective.requires:
+            return 0.0
+        half = rollout.latents.dtype in (torch.float16, torch.bfloat16) or self.args.mixed_precision != "no"
+        tolerance = self.args.ratio_tolerance
+        if tolerance is None:
+            tolerance = 1e-2 if half else 1e-5
+        part = rollout.rows(range(min(self.args.micro_batch_size, len(rollout))))
+        steps = part.plan.trained_steps
+        with torch.no_grad(), self.policy.use(self.objective.behaviour):
+            errors = [
+                (self.policy.evaluate(part, u, self.sampler).log_prob - part.log_prob[:, u])
+                .abs()
+                .max()
+                .item()
+                for u in range(len(steps))
+            ]
+        worst = max(range(len(steps)), key=lambda u: errors[u] if errors[u] == errors[u] else float("inf"))
+        if not errors[worst] <= tolerance:
+            every = all(not e <= tolerance for e in errors)
+            cause = (
+                "all steps are off: the network is not the one that sampled (dropout on, weights touched, a reward or "
+                "callback changed the pipeline)"
+                if every
+                else "only some steps are off: rounding (time or states in half precision, very small std)"
+            )
+            raise RatioError(
+                f"before any update |log ratio| is {errors[worst]:.3g} at step {steps[worst]} (tolerance {tolerance:g}); "
+                f"{cause}. Training on it would be wrong. If the rounding is acceptable set ratio_tolerance."
+            )
+        return errors[worst]
+
+    def check(self) -> dict[str, Any]:
+        """Preflight without training: sample a few images, compare with the stock pipeline, score, replay.
+
+        Returns what was measured. Raises the error that training would meet.
+        """
+        a = self.args
+        self.accelerator.print(self.describe())
+        report: dict[str, Any] = {"processes": self.accelerator.num_processes, "batch": self.plan.describe()}
+        prompts = self.prompts.draw(a.seed, 0, min(2, len(self.prompts)))
+        rows = [p for p in prompts for _ in range(2)]
+        members = [0, 1] * len(prompts)
+        rollout = self.policy.sample(
+            rows, members, self.sampler, seed=a.seed, iteration=0, batch_size=a.sample_batch_size
+        )
+        report["stock_difference"] = self.policy.stock_difference(rows, members, self.sampler, a.seed)
+        rollout.media = self._decode(rollout.latents)
+        scores = self._score(self.rewards, rollout.media, rows, self.prompts.columns, 0)
+        report["rewards"] = {n: [round(x, 4) for x in v.tolist()] for n, v in scores.parts.items()}
+        report["max_abs_log_ratio"] = self.check_ratio(rollout)
+        for key, value in report.items():
+            self.accelerator.print(f"  {key}: {value}")
+        self.accelerator.print("check passed")
+        return report
+
+    # ---------------------------------------------------------------------------------------------------- loop
+
+    def train(self, resume: bool | str | Path = False) -> dict[str, Any]:
+        """Run all iterations and return the summary that is also written to `summary.json`.
+
+        Args:
+            resume: "auto" continues from the newest checkpoint of `output_dir` if there is one; a path continues from
+                that checkpoint; False starts anew and refuses a folder that holds checkpoints.
+        """
+        a, acc = self.args, self.accelerator
+        self._start(resume)
+        tracking = Tracking(acc, self.output_dir, self._run_config(), self.iteration)
+        bar = tqdm(
+            total=a.iterations,
+            initial=self.iteration,
+            desc="train",
+            disable=not acc.is_main_process,
+            dynamic_ncols=True,
+        )
+        began = time.perf_counter()
+        before = self._restore_evaluation("before")
+        if before is None and self.eval_prompts is not None:
+            before = self.evaluate()
+            self._publish(before, "before", tracking)
+        with self._interruptible(bar):
+            for iteration in range(self.iteration, a.iterations):
+                start = time.perf_counter()
+                phases = dict(self.seconds)
+                rollout, batch, advantage, metrics = self.rollout(iteration)
+                if iteration == 0 or iteration == self.iteration:
+                    metrics["ratio_check"] = self.check_ratio(rollout)
+                with self._timed("update"):
+                    # Each update's metrics; their mean is logged, the last one's is what controllers read.
+                    stats = [
+                        self.update(rollout, batch, advantage, iteration, u)
+                        for u in range(a.updates_per_iteration)
+                    ]
+                self.objective.after_update(self.copies, iteration, stats[-1])
+                with self._timed("monitor"):
+                    if a.monitor_samples:
+                        part = rollout.rows(range(min(a.monitor_samples, len(rollout))))
+                        metrics |= monitors.drift(
+                            self.policy, self.sampler, part, "reference" in self._references()
+                        )
+                metrics |= {f"train/{k}": sum(s[k] for s in stats) / len(stats) for k in stats[0]}
+                self.iteration = iteration + 1
+                elapsed = time.perf_counter() - start
+                metrics |= {f"time/{k}": v - phases.get(k, 0.0) for k, v in self.seconds.items()}
+                metrics |= {"time/iteration": elapsed, "images_per_second": self.plan.samples / elapsed}
+                if a.log_images_every and iteration % a.log_images_every == 0 and rollout.media is not None:
+                    tracking.image("train", image_grid(rollout.media[:16]), iteration)
+                if a.eval_every and self.iteration % a.eval_every == 0 and self.iteration < a.iterations:
+                    if self.eval_prompts is not None:
+                        result = self.evaluate()
+                        metrics |= self._publish(result, "eval", tracking)
+                tracking.log(metrics, iteration)
+                bar.set_postfix(reward=f"{metrics['reward/mean']:.3f}", refresh=False)
+                bar.update()
+                stop = self._agree_to_stop()
+                if stop or (a.save_every and self.iteration % a.save_every == 0):
+                    self.save_checkpoint()
+                if stop:
+                    break
+        bar.close()
+        finished = self.iteration >= a.iterations
+        after = None
+        if finished:
+            if self.eval_prompts is not None:
+                after = self.evaluate()
+                self._publish(after, "after", tracking)
+            self.save_checkpoint()
+            self.save_pretrained(self.output_dir / "final")
+        summary = self._summary(before, after, finished, time.perf_counter() - began)
+        tracking.close()
+        if not finished:
+            acc.print(
+                f"stopped after iteration {self.iteration}; continue with resume='auto' (CLI: resume=auto)"
+            )
+        return summary
+
+    def _start(self, resume: bool | str | Path) -> None:
+        root = self.output_dir / "checkpoints"
+        newest = checkpoint.latest(root)
+        if resume == "auto" or resume is True:
+            folder = newest
+        elif resume:
+            folder = Path(resume)
+        else:
+            folder = None
+            if newest is not None and self.iteration == 0:
+                raise FileExistsError(
+                    f"{self.output_dir} holds a run (checkpoint {newest.name}). Continue it with resume='auto' (CLI: "
+                    "resume=auto), or choose another output_dir."
+                )
+        self.accelerator.print(self.describe())
+        if folder is not None:
+            self.load_checkpoint(folder)
+            self.accelerator.print(f"resumed from {folder}")
+        if self.accelerator.is_main_process:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            self.sampler.save_pretrained(self.output_dir / "sampler")
+        self.accelerator.wait_for_everyone()
+
+    def _references(self) -> tuple[str, ...]:
+        return (*self.copies.names, *(["reference"] if self.policy.peft_config is not None else []))
+
+    def _run_config(self) -> dict[str, Any]:
+        return {"objective": repr(self.objective), "sampler": repr(self.sampler), **asdict(self.args)}
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[phase] += time.perf_counter() - start
+
+    @contextmanager
+    def _interruptible(self, bar: tqdm) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM ends the run after this iteration, with a checkpoint; the second at once."""
+
+        def handle(number: int, frame: Any) -> None:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+            bar.write("interrupted: finishing this iteration and saving; press Ctrl-C again to stop at once")
+
+        try:
+            previous = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not in the main thread: signals are somebody else's
+            yield
+            return
+        try:
+            yield
+        finally:
+            for s, h in previous.items():
+                signal.signal(s, h)
+
+    def _agree_to_stop(self) -> bool:
+        flag = torch.tensor([float(self._interrupted)], device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum").item())
+
+    # ---------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(
+        self,
+        prompts: PromptSource | PromptSet | None = None,
+        images_per_prompt: int | None = None,
+        weights: str | None = None,
+    ) -> Evaluation:
+        """Score held-out prompts with fixed seeds: the same noise in every evaluation of a run.
+
+        Args:
+            prompts: default `eval_prompts`.
+            images_per_prompt: default `args.eval_images_per_prompt`.
+            weights: "policy", "ema", "reference" or "old"; default "ema" where the run keeps one.
+        """
+        a, acc = self.args, self.accelerator
+        which = self.eval_prompts if prompts is None else _prompt_set(prompts)
+        if which is None:
+            raise ValueError(
+                "no prompts to evaluate: pass eval_prompts to the Trainer or prompts to evaluate()"
+            )
+        weights = weights or ("ema" if "ema" in self.copies else "policy")
+        count = images_per_prompt or a.eval_images_per_prompt
+        start = time.perf_counter()
+        jobs = [(i, m) for i in range(len(which)) for m in range(count)]
+        mine = jobs[acc.process_index :: acc.num_processes]
+        records: list[tuple[int, int, float, dict[str, float]]] = []
+        shown = _spread(which, 24)
+        pictures: list[tuple[int, Tensor]] = []
+        with self._timed("evaluate"), self.policy.use(weights):  # type: ignore[arg-type]
+            for at in range(0, len(mine), a.sample_batch_size):
+                chunk = mine[at : at + a.sample_batch_size]
+                rows = [which[i] for i, _ in chunk]
+                rollout = self.policy.sample(
+                    rows,
+                    [m for _, m in chunk],
+                    self.eval_sampler,
+                    seed=a.seed,
+                    iteration=EVALUATION,
+                    batch_size=a.sample_batch_size,
+                )
+                media = self._decode(rollout.latents)
+                scores = self._score(self.eval_rewards, media, rows, which.columns, self.iteration)
+                for k, (i, m) in enumerate(chunk):
+                    parts = {n: v[k].item() for n, v in scores.parts.items()}
+                    records.append((i, m, scores.total[k].item(), parts))
+                    if m == 0 and i in shown:
+                        pictures.append((i, media[k].cpu()))
+        records = sorted(gather_object(records), key=lambda r: r[:2])
+        pictures = sorted(gather_object(pictures), key=lambda p: p[0])
+        return self._evaluation(which, records, pictures, time.perf_counter() - start)
+
+    def _evaluation(self, prompts: PromptSet, records, pictures, seconds: float) -> Evaluation:
+        by_task: dict[str, list[float]] = defaultdict(list)
+        of_task: dict[str, set[int]] = defaultdict(set)
+        for i, _, total, _ in records:
+            if total == total:
+                tag = str(prompts[i].metadata.get("tag") or "all")
+                by_task[tag].append(total)
+                of_task[tag].add(i)
+        per_task = {
+            tag: {"score": sum(v) / len(v), "images": len(v), "prompts": len(of_task[tag])}
+            for tag, v in by_task.items()
+        }
+        means = {
+            n: [r[3][n] for r in records if r[3][n] == r[3][n]] for n in (records[0][3] if records else {})
+        }
+        return Evaluation(
+            overall=sum(t["score"] for t in per_task.values()) / max(len(per_task), 1),
+            per_task=per_task,
+            rewards={n: sum(v) / max(len(v), 1) for n, v in means.items()},
+            images=len(records),
+            seconds=seconds,
+            iteration=self.iteration,
+            grid=torch.stack([p for _, p in pictures]),
+            captions=[prompts[i].text for i, _ in pictures],
+        )
+
+    def _publish(self, result: Evaluation, name: str, tracking: Tracking) -> dict[str, float]:
+        """Log an evaluation, keep it in the history, and the weights if they are the best so far."""
+        metrics = {"eval/overall": result.overall}
+        metrics |= {f"eval/task/{t}": v["score"] for t, v in result.per_task.items() if t != "all"}
+        metrics |= {f"eval/reward/{n}": v for n, v in result.rewards.items()}
+        tracking.image(name, image_grid(result.grid), result.iteration)
+        self.history.append({"name": name, **result.summary()})
+        if self.accelerator.is_main_process:
+            (self.output_dir / f"{name}.json").write_text(
+                json.dumps({**result.summary(), "captions": result.captions}, indent=2) + "\n"
+            )
+        better = result.overall > self.best.get("overall", float("-inf"))
+        if self.args.keep_best and better and self.iteration > 0:
+            self.best = {"overall": result.overall, "iteration": self.iteration}
+            self.save_pretrained(self.output_dir / "best")
+        elif better:
+            self.best = {"overall": result.overall, "iteration": self.iteration}
+        self.accelerator.print(
+            f"{name} (iteration {result.iteration}): overall {result.overall:.3f} on {result.images} images"
+        )
+        if name != "eval":
+            tracking.log(metrics, max(result.iteration - 1, 0))
+        return metrics
+
+    def _restore_evaluation(self, name: str) -> Evaluation | None:
+        """An evaluation of this run made before it was resumed."""
+        for entry in self.history:
+            if entry["name"] == name:
+                fields = {k: v for k, v in entry.items() if k != "name"}
+                return Evaluation(**fields, grid=torch.zeros(0))
+        return None
+
+    # ---------------------------------------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(self) -> Path:
+        """Everything that exact resume needs; see `flowrl.training.checkpoint`."""
+        with self._timed("checkpoint"):
+            scaler = getattr(self.accelerator, "scaler", None)
+            state = {
+                "updates": self.updates,
+                "objective": self.objective.state_dict(),
+                "lr_scheduler": self.lr_scheduler.state_dict(),
+                "scaler": scaler.state_dict() if scaler is not None else None,
+                "best": self.best,
+                "history": self.history,
+                "seconds": dict(self.seconds),
+            }
+            root = self.output_dir / "checkpoints"
+            folder = checkpoint.save(
+                root,
+                self.accelerator,
+                self.model,
+                self._plain_optimizer(),
+                self.copies,
+                state,
+                self.identity(),
+                self.iteration,
+            )
+            if self.accelerator.is_main_process:
+                checkpoint.prune(root, self.args.keep_last)
+        return folder
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            CheckpointError: damaged, cut short, or of another run; nothing has been changed then.
+        """
+        state = checkpoint.load(
+            Path(folder), self.accelerator, self.model, self._plain_optimizer(), self.copies, self.identity()
+        )
+        self.iteration, self.updates = state["iteration"], state["updates"]
+        self.objective.load_state_dict(state["objective"])
+        self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if state["scaler"] is not None and getattr(self.accelerator, "scaler", None) is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.best, self.history = state["best"], state["history"]
+        self.seconds = defaultdict(float, state["seconds"])
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the weights that are evaluated ("ema" where the run keeps one) for stock diffusers."""
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            with self.policy.use("ema" if "ema" in self.copies else "policy"):
+                self.policy.save_pretrained(directory)
+        self.accelerator.wait_for_everyone()
+
+    def _summary(
+        self, before: Evaluation | None, after: Evaluation | None, finished: bool, seconds: float
+    ) -> dict[str, Any]:
+        summary = {
+            "finished": finished,
+            "iterations": self.iteration,
+            "seed": self.args.seed,
+            "before": before.summary() if before else None,
+            "after": after.summary() if after else None,
+            "best": self.best or None,
+            "training_images": self.iteration * self.plan.samples,
+            "seconds": seconds,
+            "phases": dict(self.seconds),
+            "processes": self.accelerator.num_processes,
+        }
+        if self.accelerator.is_main_process:
+            (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        return summary
+
+
+def image_grid(images: Tensor, columns: int = 8, scale_to: int = 96):
+    """A uint8 `[H, W, 3]` picture of `[N, 3, h, w]` images in [0, 1]; small ones are magnified without smoothing."""
+    from flowrl.rewards import quantise
+
+    x = quantise(images.cpu()).permute(0, 3, 1, 2)
+    factor = max(1, scale_to // x.shape[-1])
+    x = x.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
+    x = torch.nn.functional.pad(x, (2, 2, 2, 2), value=128)
+    rows = -(-len(x) // columns)
+    blank = x.new_full((rows * columns - len(x), *x.shape[1:]), 255)
+    x = torch.cat([x, blank]).reshape(rows, columns, *x.shape[1:])
+    return x.permute(0, 3, 1, 4, 2).reshape(rows * x.shape[3], columns * x.shape[4], 3).numpy()
+
+
+def _prompt_set(source: Any) -> PromptSet:
+    return source if isinstance(source, PromptSet) else PromptSet(source)
+
+
+def _spread(prompts: PromptSet, count: int) -> set[int]:
+    """Up to `count` prompt positions, spread evenly over the set (and so over its tasks)."""
+    return {round(i * (len(prompts) - 1) / max(count - 1, 1)) for i in range(count)}
+
+
+def _to(x: Any, device: torch.device) -> Any:
+    """A Batch or AdvOut on a device."""
+    if device.type == "cpu":
+        return x
+    changed = {k: v.to(device) for k, v in vars(x).items() if isinstance(v, Tensor)}
+    if getattr(x, "totals", None) is not None:
+        changed["totals"] = replace(x.totals, row_tokens=x.totals.row_tokens.to(device))
+    return replace(x, **changed)
+
+
+__all__ = ["Evaluation", "RatioError", "Trainer"]

@@ -1,0 +1,131 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.core import PRESETS, Algorithm, Batch, combine_channels
+
+from .tables import tensor
+
+GRPO = PRESETS["grpo"]
+ONE = torch.zeros(4, dtype=torch.int64)
+
+
+def advantage(links, reward, gid=None, valid=None, in_loss=None, **cfg):
+    gid = torch.zeros(len(reward), dtype=torch.int64) if gid is None else gid
+    batch = Batch(mask=torch.ones(len(reward), 2), reward=reward, group_id=gid, valid=valid, in_loss=in_loss)
+    return Algorithm(replace(GRPO, advantage=links), **cfg).advantages(batch).adv[:, 0]
+
+
+def test_z():
+    close = torch.testing.assert_close
+    close(advantage(("z",), tensor(1, 0, 0, 1)), tensor(1, -1, -1, 1) * 0.75**0.5, atol=2e-6, rtol=0)
+    close(advantage(("z",), tensor(1, 0, 0, 0), eps=0.0), tensor(1.5, -0.5, -0.5, -0.5))
+    close(advantage(("z",), tensor(1, 0, 0, 1), eps=0.0, ddof=0), tensor(1, -1, -1, 1))
+
+
+def test_global_std_of_the_flow_spec():
+    reward, gid = tensor(1, 2, 3, 4, 4, 4), torch.tensor([0, 0, 0, 1, 1, 1])
+    expected = tensor(-1, 0, 1, 0, 0, 0) / (4 / 3 + 0) ** 0.5
+    out = advantage(("global_std",), reward, gid)
+    torch.testing.assert_close(out, tensor(-0.86595, 0, 0.86595, 0, 0, 0), atol=1e-5, rtol=0)
+    torch.testing.assert_close(advantage(("global_std",), reward, gid, eps=0.0), expected)
+    out = advantage(("global_std",), reward, gid, eps=0.0, global_std=False)
+    torch.testing.assert_close(out, tensor(-1, 0, 1, 0, 0, 0) * 1.5**0.5)
+
+
+def test_global_std_is_exactly_zero_without_spread():
+    for reward in (torch.full((6,), 0.1), torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.5])):
+        out = advantage(("global_std", "clip"), reward, torch.tensor([0, 0, 0, 1, 1, 1]))
+        assert torch.equal(out[:3], torch.zeros(3))
+
+
+def test_centre_loo_and_clip():
+    torch.testing.assert_close(advantage(("centre",), tensor(1, 0, 0, 1)), tensor(0.5, -0.5, -0.5, 0.5))
+    torch.testing.assert_close(advantage(("loo",), tensor(1, 0, 0, 1)), tensor(2, -2, -2, 2) / 3)
+    out = advantage(("centre", "clip"), tensor(10, 0, 0, 0), adv_clip_max=2.5)
+    torch.testing.assert_close(out, tensor(2.5, -2.5, -2.5, -2.5))
+
+
+@pytest.mark.parametrize("link", ["z", "global_std", "centre", "loo"])
+def test_invalid_rows_leave_the_statistics_and_borrowed_rows_do_not(link):
+    reward = tensor(1, 0, 0.3, 0.8, float("nan"))
+    valid = torch.tensor([True] * 4 + [False])
+    out = advantage((link,), reward, valid=valid)
+    torch.testing.assert_close(out[:4], advantage((link,), reward[:4]))
+    assert out[4] == 0
+    out = advantage((link,), reward[:4], in_loss=valid[1:])
+    assert out[3] == 0
+    torch.testing.assert_close(out[:3], advantage((link,), reward[:4])[:3])
+
+
+def test_borrowed_row_of_the_text_spec():
+    # text_variants_b 94: centred on the full group, no gradient for the borrowed row
+    out = advantage(("z",), tensor(0, 0, 0, 1), in_loss=torch.tensor([True, True, True, False]), eps=0.0)
+    torch.testing.assert_close(out, tensor(-0.5, -0.5, -0.5, 0))
+
+
+A = tensor(1, 0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "channels", "weights", "expected"),
+    [
+        ("sum_then_norm", (A, tensor(10, 20, 30, 40)), (1, 1), (-1.1451, -0.4344, 0.4344, 1.1451)),
+        ("norm_then_sum", (A, tensor(10, 20, 30, 40)), (1, 1), (-0.2959, -1.2533, 1.2533, 0.2959)),
+        (
+            "norm_sum_whiten",
+            (tensor(1, 1, 0, 0), tensor(1, 0, 0, 0)),
+            (1, 1),
+            (1.3321, 0.2061, -0.7691, -0.7691),
+        ),
+        (
+            "std_weighted",
+            (A, tensor(0.1, 0.2, 0.3, 0.4)),
+            (0.5, 0.5),
+            (0.4954, -0.7785, 0.7785, -0.4954),
+        ),
+        ("sum_then_norm", (A, tensor(0.1, 0.2, 0.3, 0.4)), (0.5, 0.5), (0.6575, -1.0333, 1.0333, -0.6575)),
+        ("norm_then_sum", (A, tensor(0.1, 0.2, 0.3, 0.4)), (0.5, 0.5), (-0.1479, -0.6267, 0.6267, 0.1479)),
+    ],
+)
+def test_combine_channels_of_the_text_spec(mode, channels, weights, expected):
+    out = combine_channels(torch.stack(channels, 1), tensor(*weights), mode, ONE)
+    torch.testing.assert_close(out, tensor(*expected), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["sum_then_norm", "norm_then_sum", "std_weighted"])
+def test_one_channel_is_plain_grpo(mode):
+    x = tensor(0.3, 0.9, 0.2, 0.2)
+    out = combine_channels(x[:, None], tensor(1), mode, ONE)
+    torch.testing.assert_close(out, advantage(("z",), x))
+
+
+@pytest.mark.parametrize("mode", ["sum_then_norm", "norm_then_sum", "norm_sum_whiten", "std_weighted"])
+def test_constant_channels_give_zero_and_invalid_rows_do_not_leak(mode):
+    x = torch.full((4, 2), 0.1, dtype=torch.float64)
+    assert torch.equal(combine_channels(x, tensor(1, 1), mode, ONE), torch.zeros(4, dtype=torch.float64))
+    x = torch.rand(5, 2, generator=torch.Generator().manual_seed(1)).double()
+    valid = torch.tensor([True] * 4 + [False])
+    part = combine_channels(x[:4], tensor(1, 2), mode, ONE)
+    out = combine_channels(
+        torch.where(valid[:, None], x, torch.nan), tensor(1, 2), mode, torch.zeros(5).long(), valid
+    )
+    torch.testing.assert_close(out[:4], part)
+    assert out[4] == 0
+
+
+def test_scaling_or_shifting_a_channel():
+    rng = torch.Generator().manual_seed(2)
+    x, w = torch.rand(4, 2, generator=rng, dtype=torch.float64), tensor(1, 1)
+    moved = x * tensor(3, 1) + tensor(5, 0)
+    for mode, same in (("norm_then_sum", True), ("norm_sum_whiten", True), ("std_weighted", False)):
+        a, b = (combine_channels(value, w, mode, ONE, eps=0.0) for value in (x, moved))
+        assert torch.allclose(a, b) is same
+
+
+def test_combine_channels_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="mode"):
+        combine_channels(torch.zeros(4, 2), torch.ones(2), "mean", ONE)
+    with pytest.raises(ValueError, match="weights"):
+        combine_channels(torch.zeros(4, 2), torch.ones(3), "norm_then_sum", ONE)
