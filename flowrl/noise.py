@@ -63,9 +63,7 @@ def batch_normal(
         ValueError: `prompts` and `members` differ in length or are empty.
     """
     if len(prompts) != len(members) or len(prompts) == 0:
-        raise ValueError(
-            f"prompts and members must be equally long, at least 1: {len(prompts)}, {len(members)}"
-        )
+        raise ValueError(f"prompts and members must be equally long, at least 1: {len(prompts)}, {len(members)}")
     rows = [
         normal(shape, seed=seed, iteration=iteration, prompt=prompt, member=member, step=step)
         for prompt, member in zip(prompts, members, strict=True)

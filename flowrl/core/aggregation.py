@@ -41,9 +41,7 @@ def masked_quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
 
 
 @register("aggregate", "token_mean")
-def token_mean(
-    tok_loss: Tensor, num_mask: Tensor, den_mask: Tensor, adv_tok: Tensor, batch: Batch, cfg: Any
-) -> Tensor:
+def token_mean(tok_loss: Tensor, num_mask: Tensor, den_mask: Tensor, adv_tok: Tensor, batch: Batch, cfg: Any) -> Tensor:
     """Sum over units / number of units: every unit weighs the same. Source: DAPO, arXiv 2503.14476."""
     totals = batch.totals or Totals.of(den_mask)
     return masked(tok_loss, num_mask).sum() / max(totals.tokens, 1)

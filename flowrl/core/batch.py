@@ -56,9 +56,8 @@ class Totals:
 
     @classmethod
     def of(cls, mask: Tensor, keep: Tensor | None = None) -> Totals:
-        """Count `mask` [B,T], restricted to the rows with `keep` [B] true. Across ranks: sum `rows` and
-        `tokens`."""
-        row_tokens = (mask != 0).sum(1).float()
+        """Count `mask` [B,T] in the rows with `keep` [B] true. Over ranks, sum `rows` and `tokens`."""
+        row_tokens = (mask != 0).sum(1)  # integers: exact beyond 2^24 units
         if keep is not None:
             row_tokens = row_tokens * keep
         return cls(float((row_tokens > 0).sum()), float(row_tokens.sum()), row_tokens)
@@ -107,9 +106,7 @@ class Batch:
             if value is not None and value.shape != shape:
                 raise ValueError(f"Batch.{name} must be [B,T] = [{rows},{columns}], got {tuple(value.shape)}")
         if self.reward.dim() not in (1, 2) or len(self.reward) != rows:
-            raise ValueError(
-                f"Batch.reward must be [B] or [B,R] with B = {rows}, got {tuple(self.reward.shape)}"
-            )
+            raise ValueError(f"Batch.reward must be [B] or [B,R] with B = {rows}, got {tuple(self.reward.shape)}")
         for name in ("group_id", "valid", "in_loss"):
             value = getattr(self, name)
             if value is not None and value.shape != (rows,):
@@ -121,9 +118,7 @@ class Batch:
             if value is not None and (value.is_floating_point() or value.dtype == torch.bool):
                 raise ValueError(f"Batch.{name} must hold integers, got {value.dtype}")
         if self.totals is not None and self.totals.row_tokens.shape != (rows,):
-            raise ValueError(
-                f"Totals.row_tokens must be [B] = [{rows}], got {tuple(self.totals.row_tokens.shape)}"
-            )
+            raise ValueError(f"Totals.row_tokens must be [B] = [{rows}], got {tuple(self.totals.row_tokens.shape)}")
 
     @property
     def valid_rows(self) -> Tensor:
@@ -144,9 +139,7 @@ class Batch:
         """Whether a field or an entry of `extra` called `name` is there."""
         return getattr(self, name, None) is not None or self.extra.get(name) is not None
 
-    def slice(
-        self, rows: Index = slice(None), columns: Index = slice(None), keep: Tensor | None = None
-    ) -> Batch:
+    def slice(self, rows: Index = slice(None), columns: Index = slice(None), keep: Tensor | None = None) -> Batch:
         """Take rows and columns, keeping the totals of this batch, so that losses of the slices add up.
 
         keep [B] bool: `AdvOut.keep`, the rows in the loss; only read when this batch has no totals yet.
@@ -159,9 +152,7 @@ class Batch:
         for name in ROW_FIELDS:
             value = getattr(self, name)
             cut[name] = None if value is None else value[rows]
-        cut["extra"] = {
-            name: self._slice_extra(name, value, rows, columns) for name, value in self.extra.items()
-        }
+        cut["extra"] = {name: self._slice_extra(name, value, rows, columns) for name, value in self.extra.items()}
         return replace(self, **cut)
 
     def _slice_extra(self, name: str, value: Any, rows: Index, columns: Index) -> Any:

@@ -111,8 +111,8 @@ def gnorm(
 
 def loo(x: Tensor, gid: Tensor, valid: Tensor | None = None) -> Tensor:
     """x minus the mean of the other valid members, G/(G-1) (x - mean); 0 as in `gnorm` (arXiv 2402.14740)."""
-    n = group_count(gid, valid)
-    factor = (n / (n - 1).clamp(min=1)).to(compute_dtype(x))
+    n = group_count(gid, valid).to(compute_dtype(x))
+    factor = n / (n - 1).clamp(min=1)
     centred = gnorm(x, gid, scale=False, valid=valid)
     return centred * (factor if x.dim() == 1 else factor[:, None])
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from flowrl.core import AdvOut, Batch, Totals
+from flowrl.core import AdvOut, Batch
 from flowrl.policy import Policy, Weights
 from flowrl.rollout import Rollout
 from flowrl.samplers.flow import FlowSampler
@@ -57,10 +57,15 @@ class Objective(ABC):
         Raises:
             ValueError: with the reason and the remedy.
         """
-        if "log_prob" in self.requires and not sampler.feasible(sampler.sigmas(1024)).any():
+        if "log_prob" not in self.requires:
+            return
+        feasible = sampler.feasible(sampler.sigmas(1024))  # any resolution will do
+        plan = sampler.plan.draw(0, 0, sampler.steps, feasible.tolist())
+        if not plan.trained_steps:
             raise ValueError(
-                f"{type(self).__name__} scores stochastic steps, and {type(sampler).__name__}"
-                f"(noise_level={sampler.noise_level}) has none. Take FlowSDE, DanceSDE, CPS or CPWS with noise_level > 0."
+                f"{type(self).__name__} scores stochastic steps, and {type(sampler).__name__}(steps={sampler.steps}, "
+                f"noise_level={sampler.noise_level}) has none. Take FlowSDE, DanceSDE, CPS or CPWS with "
+                "noise_level > 0 and at least 2 steps."
             )
 
     @abstractmethod
@@ -78,12 +83,12 @@ class Objective(ABC):
         Metrics ending in `_min` / `_max` are extremes, all others add up like the loss.
         """
 
-    def after_update(self, copies: Copies, iteration: int, stats: Mapping[str, float]) -> None:
+    def after_update(self, copies: Copies, iteration: int, stats: Mapping[str, float]) -> None:  # noqa: B027
         """Called once per iteration after its last optimizer step."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the weights."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Restore `state_dict`."""

@@ -27,9 +27,7 @@ def old_decay(iteration: int, schedule: int) -> float:
     return min(max(0, iteration - flat) * rate, cap)
 
 
-def optimality(
-    advantage: Tensor, adv_clip_max: float = 5.0, z_mult: float | None = None, mode: str = "all"
-) -> Tensor:
+def optimality(advantage: Tensor, adv_clip_max: float = 5.0, z_mult: float | None = None, mode: str = "all") -> Tensor:
     """Reward to optimality probability: r = clip(A / (2 z_mult) + 1/2, 0, 1), A clamped to +-adv_clip_max.
 
     The paper's text reads as z_mult = 1, the released code has z_mult = adv_clip_max (the default here).
@@ -148,10 +146,10 @@ class DiffusionNFT(Objective):
         steps = len(rollout.sigmas) - 1
         index = [p.index for p in rollout.prompts]
         order = [
-            noise.permutation(steps, rollout.seed, rollout.iteration, i, m, _TIMES)[u].item()
+            int(noise.permutation(steps, rollout.seed, rollout.iteration, i, m, _TIMES)[u])
             for i, m in zip(index, rollout.members, strict=True)
         ]
-        t = rollout.sigmas[order].to(x0.device)
+        t = rollout.sigmas[torch.tensor(order)].to(x0.device)
         # Steps 0..T-1 are the sampler's; the columns take the numbers after them.
         eps = noise.batch_normal(
             x0.shape[1:], rollout.seed, rollout.iteration, index, rollout.members, steps + u, x0.device

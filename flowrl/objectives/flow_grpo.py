@@ -62,9 +62,7 @@ class FlowGRPO(Objective):
         if self.clip_range <= 0 or self.kl < 0 or self.adv_clip_max <= 0:
             raise ValueError("clip_range and adv_clip_max must be positive, kl not negative")
         if self.kl_form not in ("flow_grpo", "exact_mean", "exact_sum"):
-            raise ValueError(
-                f"unknown kl_form {self.kl_form!r}: one of 'flow_grpo', 'exact_mean', 'exact_sum'"
-            )
+            raise ValueError(f"unknown kl_form {self.kl_form!r}: one of 'flow_grpo', 'exact_mean', 'exact_sum'")
         self.algorithm = Algorithm(
             "flow_grpo",
             clip_lo=self.clip_range,

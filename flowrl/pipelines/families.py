@@ -29,8 +29,10 @@ class Family:
     """Guidance above 1 as one call on [unconditional, conditional] (True) or as an embedded scale (False)."""
     lora_targets: tuple[str, ...]
     """Linear layers that the published recipes adapt."""
-    image_tokens: Callable[[tuple[int, ...]], int] = lambda shape: shape[0]
-    """Number of image tokens, for schedules that depend on it."""
+    image_tokens: Callable[[Any, tuple[int, ...]], int]
+    """`(pipe, latent shape) ->` number of image tokens, for schedules that depend on it."""
+    linspace_sigmas: bool
+    """Whether the pipeline hands its scheduler `linspace(1, 1/steps, steps)` (see `SchedulerConfig`)."""
 
 
 def _encode_sd3(pipe, texts, negative, options) -> dict[str, Tensor]:
@@ -84,6 +86,8 @@ FAMILIES: dict[str, Family] = {
         batched=("encoder_hidden_states", "pooled_projections"),
         doubled_guidance=True,
         lora_targets=_ATTENTION,
+        image_tokens=lambda pipe, shape: shape[1] * shape[2] // pipe.transformer.config.patch_size**2,
+        linspace_sigmas=False,
     ),
     "FluxPipeline": Family(
         encode=_encode_flux,
@@ -93,12 +97,12 @@ FAMILIES: dict[str, Family] = {
         ),
         # The pipeline rounds 1000 sigma to the latents' dtype before it divides.
         model_time=lambda sigma, dtype: (sigma * 1000).to(dtype) / 1000,
-        unpack=lambda pipe, latents, height, width: pipe._unpack_latents(
-            latents, height, width, pipe.vae_scale_factor
-        ),
+        unpack=lambda pipe, latents, height, width: pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor),
         batched=("encoder_hidden_states", "pooled_projections", "guidance"),
         doubled_guidance=False,
         lora_targets=(*_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+        image_tokens=lambda pipe, shape: shape[0],
+        linspace_sigmas=True,
     ),
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from flowrl.policy import Transition, Weights
 from flowrl.rollout import Conditioning, Prompt, Rollout
 from flowrl.samplers.flow import ODE, FlowSampler
 from flowrl.samplers.plans import StepPlan
+from flowrl.samplers.schedules import SchedulerConfig
 
 ADAPTER = "default"
 
@@ -35,9 +37,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
     trained step.
     """
 
-    def attach(
-        self, sampler: FlowSampler, sigmas: Tensor, plan: StepPlan, draw: Callable[[int], Tensor]
-    ) -> None:
+    def attach(self, sampler: FlowSampler, sigmas: Tensor, plan: StepPlan, draw: Callable[[int], Tensor]) -> None:
         self.sampler, self.grid, self.plan, self.draw = sampler, sigmas, plan, draw
         self.states: list[Tensor] = []
         self.actions: list[Tensor] = []
@@ -45,9 +45,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         self.log_prob: list[Tensor] = []
         self.previous: Tensor | None = None
 
-    def set_timesteps(
-        self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None
-    ) -> None:
+    def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None) -> None:
         """Take the sampler's grid, whatever the pipeline proposes."""
         self.num_inference_steps = len(self.grid) - 1
         self.sigmas = self.grid.to(device)
@@ -103,8 +101,8 @@ class DiffusersPolicy:
         self.height, self.width = height or default, width or default
         self.options = {"max_sequence_length": max_sequence_length}
         self.negative_prompt = negative_prompt
-        self.module: nn.Module = pipe.transformer
-        self.forward_module: nn.Module = self.module
+        self.module: Any = pipe.transformer
+        self.forward_module: Any = self.module
         self.copies: Callable[[str], AbstractContextManager[None]] | None = None
         self._cache: dict[tuple[str, bool], dict[str, Tensor]] = {}
 
@@ -140,9 +138,7 @@ class DiffusersPolicy:
         missing = list(dict.fromkeys(p.text for p in prompts if (p.text, guided) not in self._cache))
         for start in range(0, len(missing), 32):
             texts = missing[start : start + 32]
-            arguments = self.family.encode(
-                self.pipe, texts, self.negative_prompt if guided else None, self.options
-            )
+            arguments = self.family.encode(self.pipe, texts, self.negative_prompt if guided else None, self.options)
             for i, text in enumerate(texts):
                 self._cache[text, guided] = {k: v[i] for k, v in arguments.items()}
         rows = [self._cache[p.text, guided] for p in prompts]
@@ -167,7 +163,7 @@ class DiffusersPolicy:
         """
         conditioning = self.encode(prompts, sampler.guidance_scale)
         shape = self.family.latent_shape(self.pipe, self.height, self.width)
-        sigmas = sampler.sigmas(self.family.image_tokens(shape)).cpu()
+        sigmas = self._sigmas(sampler, shape)
         plan = sampler.plan.draw(seed, iteration, sampler.steps, sampler.feasible(sigmas).tolist())
         parts = [
             self._sample_chunk(
@@ -184,6 +180,13 @@ class DiffusersPolicy:
             for start in range(0, len(prompts), batch_size)
         ]
         return Rollout.cat(parts)
+
+    def _sigmas(self, sampler: FlowSampler, shape: tuple[int, ...]) -> Tensor:
+        """The sampler's grid for this pipeline and resolution, on the CPU."""
+        schedule = sampler.schedule
+        if isinstance(schedule, SchedulerConfig) and schedule.linspace is None:
+            schedule = replace(schedule, linspace=self.family.linspace_sigmas)
+        return schedule(sampler.steps, self.family.image_tokens(self.pipe, shape)).cpu()
 
     def _sample_chunk(
         self,
@@ -292,9 +295,7 @@ class DiffusersPolicy:
         Raises:
             RuntimeError: they differ by more than 1e-4: the family's entry is wrong for this pipeline.
         """
-        ode = ODE.from_config(
-            self.pipe.scheduler.config, steps=sampler.steps, guidance_scale=sampler.guidance_scale
-        )
+        ode = ODE.from_config(self.pipe.scheduler.config, steps=sampler.steps, guidance_scale=sampler.guidance_scale)
         ours = self.sample(prompts, members, ode, seed=seed, iteration=0, batch_size=len(prompts))
         shape = self.family.latent_shape(self.pipe, self.height, self.width)
         conditioning = self.encode(prompts, sampler.guidance_scale)
@@ -442,6 +443,7 @@ def load_pipeline(path: str | Path, torch_dtype: torch.dtype | str | None = None
                 )
     elif len(folder.parts) != 2:
         raise FileNotFoundError(
-            f"no model folder {folder}. Pass an existing folder or a hub id such as 'stabilityai/stable-diffusion-3.5-medium'."
+            f"no model folder {folder}. Pass an existing folder or a hub id such as "
+            "'stabilityai/stable-diffusion-3.5-medium'."
         )
     return DiffusionPipeline.from_pretrained(path, torch_dtype=torch_dtype, **kwargs)

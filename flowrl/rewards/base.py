@@ -181,9 +181,7 @@ def resolve(reward: str | Reward) -> Reward:
     elif isinstance(reward, str):
         close = difflib.get_close_matches(reward, names(), n=3)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(names())}."
-        raise ValueError(
-            f"unknown reward {reward!r}; {hint} Your own function is given as 'module:function'."
-        )
+        raise ValueError(f"unknown reward {reward!r}; {hint} Your own function is given as 'module:function'.")
     if inspect.isclass(found):
         found = found()
     if not callable(found):
@@ -232,9 +230,7 @@ def _submit(awaitable: Awaitable) -> Future:
     if threading.current_thread() is thread:  # waiting for ourselves would never end
         if inspect.iscoroutine(awaitable):
             awaitable.close()
-        raise RuntimeError(
-            "an async reward cannot call a RewardSet with async rewards; await the inner reward"
-        )
+        raise RuntimeError("an async reward cannot call a RewardSet with async rewards; await the inner reward")
     return asyncio.run_coroutine_threadsafe(run(), loop)
 
 
@@ -286,9 +282,7 @@ def _values(raw: Any, n: int) -> Tensor:
             f"returned {type(raw).__name__}; return one number per image: list[float], Tensor or RewardOutput"
         )
     if raw.shape != (n,):
-        raise ValueError(
-            f"returned shape {list(raw.shape)} for {n} images; return one number per image, [{n}]"
-        )
+        raise ValueError(f"returned shape {list(raw.shape)} for {n} images; return one number per image, [{n}]")
     return raw.to("cpu", torch.float32)
 
 
@@ -359,9 +353,7 @@ class RewardSet:
         """
         available = set(available)
         if clash := available & {"images", "prompts"}:
-            raise ValueError(
-                f"prompt columns {sorted(clash)} hide the reward arguments of that name; rename them"
-            )
+            raise ValueError(f"prompt columns {sorted(clash)} hide the reward arguments of that name; rename them")
         for reward in self.rewards:
             if missing := reward.required - available:
                 raise ValueError(
@@ -470,9 +462,7 @@ class RewardSet:
 class _Derived:
     """A reward computed from other sets; it needs the columns they need."""
 
-    def __init__(
-        self, name: str, sources: Sequence[RewardSet], compute: Reward, differentiable: bool = False
-    ):
+    def __init__(self, name: str, sources: Sequence[RewardSet], compute: Reward, differentiable: bool = False):
         self.name, self.sources, self.compute = name, sources, compute
         self.differentiable = differentiable
 

@@ -223,9 +223,7 @@ def _colors_of(colors: ColorsOf | Sequence[str] | None, detections: Sequence[Det
     """A checked function that asks once for the same detections, so that the two walks share the answers."""
     if isinstance(colors, Sequence) and len(colors) != len(detections):
         raise ValueError(f"{len(colors)} colours for {len(detections)} detections; give one for each")
-    given = (
-        {id(d): c for d, c in zip(detections, colors, strict=True)} if isinstance(colors, Sequence) else {}
-    )
+    given = {id(d): c for d, c in zip(detections, colors, strict=True)} if isinstance(colors, Sequence) else {}
     known: dict[tuple[int, ...], list[str]] = {}
 
     def colors_of(name: str, found: Sequence[Detection]) -> list[str]:
@@ -235,9 +233,7 @@ def _colors_of(colors: ColorsOf | Sequence[str] | None, detections: Sequence[Det
         if key not in known:
             seen = [given[i] for i in key] if isinstance(colors, Sequence) else list(colors(name, found))
             if len(seen) != len(found) or not set(seen) <= set(COLORS):
-                raise ValueError(
-                    f"wanted {len(found)} colours of {', '.join(COLORS)} for {name!r}, got {seen}"
-                )
+                raise ValueError(f"wanted {len(found)} colours of {', '.join(COLORS)} for {name!r}, got {seen}")
             known[key] = seen
         return known[key]
 
@@ -253,9 +249,7 @@ def summarise(tags: Sequence[str], correct: Sequence[bool], prompts: Sequence[Ha
     Raises ValueError on an unknown tag, no images or unequal lengths.
     """
     if not tags or len(tags) != len(correct) or len(tags) != len(prompts):
-        raise ValueError(
-            f"got {len(tags)} tags, {len(correct)} decisions, {len(prompts)} prompts; give one per image"
-        )
+        raise ValueError(f"got {len(tags)} tags, {len(correct)} decisions, {len(prompts)} prompts; give one per image")
     if unknown := set(tags) - set(TASKS):
         raise ValueError(f"unknown tags {sorted(unknown)}; known: {', '.join(TASKS)}")
     decided = [bool(flag) for flag in correct]
@@ -285,9 +279,7 @@ def parse_metadata(line: str | Mapping[str, Any], classes: Sequence[str] = GENEV
     """
 
     def fail(problem: str) -> ValueError:
-        return ValueError(
-            f"bad GenEval prompt: {problem}. The line: {line if isinstance(line, str) else dict(line)}"
-        )
+        return ValueError(f"bad GenEval prompt: {problem}. The line: {line if isinstance(line, str) else dict(line)}")
 
     def among(value: Any, known: Sequence[str], what: str) -> None:
         if value not in known:
@@ -309,9 +301,7 @@ def parse_metadata(line: str | Mapping[str, Any], classes: Sequence[str] = GENEV
                 raise fail(f"a clause of {key!r} needs 'class' and 'count', got {clause}")
             among(clause["class"], classes, "class")
             if type(clause["count"]) is not int or clause["count"] < 1:
-                raise fail(
-                    f"the count of {clause['class']!r} must be an integer from 1, got {clause['count']!r}"
-                )
+                raise fail(f"the count of {clause['class']!r} must be an integer from 1, got {clause['count']!r}")
             if "color" in clause:
                 among(clause["color"], COLORS, "colour")
             if "position" in clause:
@@ -380,9 +370,7 @@ def benchmark_prompts() -> list[dict[str, Any]]:
     names, n = GENEVAL_CLASSES, len(GENEVAL_CLASSES)
     drawn: list[dict[str, Any]] = []
 
-    def add(
-        tag: str, text: str, include: list[dict[str, Any]], exclude: list[dict[str, Any]] | None = None
-    ) -> None:
+    def add(tag: str, text: str, include: list[dict[str, Any]], exclude: list[dict[str, Any]] | None = None) -> None:
         record = {"tag": tag, "prompt": f"a photo of {text}", "include": include, "exclude": exclude or []}
         if record not in drawn:
             drawn.append(record)

@@ -196,9 +196,7 @@ class ODE(FlowSampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise_level != 0:
-            raise ValueError(
-                "ODE injects no noise: noise_level must be 0. Use FlowSDE, DanceSDE, CPS or CPWS."
-            )
+            raise ValueError("ODE injects no noise: noise_level must be 0. Use FlowSDE, DanceSDE, CPS or CPWS.")
         if self.solver not in ("euler", "dpm2"):
             raise ValueError(f"unknown solver {self.solver!r}{suggest(self.solver, ['euler', 'dpm2'])}")
 
@@ -285,9 +283,7 @@ class CPS(FlowSampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise_level > 1:
-            raise ValueError(
-                f"CPS mixes noise by an angle: noise_level must lie in [0, 1], not {self.noise_level}"
-            )
+            raise ValueError(f"CPS mixes noise by an angle: noise_level must lie in [0, 1], not {self.noise_level}")
 
     def coefficients(self, t: Any, t_next: Any, sigma_1: Any) -> Coefficients:
         t, t_next, sigma_1 = _float64(t, t_next, sigma_1)

@@ -63,9 +63,7 @@ class Explicit(Schedule):
 
     def __call__(self, steps: int, image_tokens: int | None = None) -> Tensor:
         if steps != len(self.sigmas) - 1:
-            raise ValueError(
-                f"these {len(self.sigmas)} sigmas make {len(self.sigmas) - 1} steps, not {steps}"
-            )
+            raise ValueError(f"these {len(self.sigmas)} sigmas make {len(self.sigmas) - 1} steps, not {steps}")
         return torch.tensor(self.sigmas, dtype=torch.float32)
 
 

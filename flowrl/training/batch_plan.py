@@ -59,9 +59,7 @@ class BatchPlan:
         """Sample numbers of `rank`, update after update."""
         order = noise.permutation(self.samples, seed, iteration, _ORDER).tolist()
         size = self.samples // self.updates
-        return [
-            s for u in range(self.updates) for s in order[u * size : (u + 1) * size][rank :: self.processes]
-        ]
+        return [s for u in range(self.updates) for s in order[u * size : (u + 1) * size][rank :: self.processes]]
 
     def describe(self) -> str:
         """One paragraph for the log."""

@@ -51,7 +51,8 @@ def latest(root: Path) -> Path | None:
 
 
 def _rng() -> dict[str, Any]:
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002  rewards may use it
+    name, keys, position, has_gauss, cached = numpy_state
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -66,18 +67,14 @@ def _set_rng(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest()
-            if hasattr(hashlib, "file_digest")
-            else _hash(file)
-        )
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash(file)
 
 
 def _hash(file: Any) -> str:
@@ -106,14 +103,10 @@ def save(
         aside.mkdir(parents=True)
     accelerator.wait_for_everyone()
     torch.save(_rng(), aside / f"rng-{accelerator.process_index}.pt")
-    weights = get_model_state_dict(model, options=_FULL)
-    if main:
-        save_file({k: v.contiguous() for k, v in weights.items()}, aside / "model.safetensors")
+    _save_weights(model, aside / "model.safetensors", main)
     for name in copies.names:
         with copies.swapped(name):
-            weights = get_model_state_dict(model, options=_FULL)
-            if main:
-                save_file({k: v.contiguous() for k, v in weights.items()}, aside / f"copy-{name}.safetensors")
+            _save_weights(model, aside / f"copy-{name}.safetensors", main)
     moments = get_optimizer_state_dict(model, optimizer, options=_FULL)
     if main:
         torch.save(moments, aside / "optimizer.pt")
@@ -128,6 +121,18 @@ def save(
         os.replace(aside, final)
     accelerator.wait_for_everyone()
     return final
+
+
+def _save_weights(model: nn.Module, path: Path, main: bool) -> None:
+    """Gather the trained weights on all processes and write them on the main one."""
+    weights: dict[str, Any] = get_model_state_dict(model, options=_FULL)
+    if main:
+        save_file({k: v.contiguous() for k, v in weights.items()}, path)
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    weights: dict[str, Any] = {**load_file(path)}
+    set_model_state_dict(model, weights, options=_LOAD)
 
 
 def prune(root: Path, keep_last: int) -> None:
@@ -150,16 +155,10 @@ def read_manifest(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
             f"{folder} is not a checkpoint: it has no manifest.json. Pass a folder {PREFIX}NNNNNN, or resume='auto'."
         ) from None
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder}/manifest.json is damaged ({error}): take another checkpoint"
-        ) from error
+        raise CheckpointError(f"{folder}/manifest.json is damaged ({error}): take another checkpoint") from error
     for name, expected in files.items():
         path = folder / name
-        if (
-            not path.is_file()
-            or path.stat().st_size != expected["bytes"]
-            or _sha256(path) != expected["sha256"]
-        ):
+        if not path.is_file() or path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
             raise CheckpointError(
                 f"{path} is missing, cut short or changed. Delete {folder} and resume from the one before it."
             )
@@ -192,9 +191,9 @@ def load(
     if missing:
         raise CheckpointError(f"{folder} lacks the copies {missing} of the weights that this objective needs")
     for name in copies.names:
-        set_model_state_dict(model, load_file(folder / f"copy-{name}.safetensors"), options=_LOAD)
+        _load_weights(model, folder / f"copy-{name}.safetensors")
         copies.capture(name)
-    set_model_state_dict(model, load_file(folder / "model.safetensors"), options=_LOAD)
+    _load_weights(model, folder / "model.safetensors")
     moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     set_optimizer_state_dict(model, optimizer, moments, options=_LOAD)
     rng = folder / f"rng-{accelerator.process_index}.pt"

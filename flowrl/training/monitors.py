@@ -20,12 +20,8 @@ def reward_metrics(prompts: list[Prompt], parts: Mapping[str, Tensor], batch: Ba
     metrics = {
         "reward/mean": total.mean().item(),
         "reward/std": total.std(correction=0).item(),
-        "reward/group_std": group_std(batch.reward.nan_to_num(), batch.group_id, valid, 0)[valid]
-        .mean()
-        .item(),
-        "reward/zero_spread_share": float(
-            zero_spread_share(batch.reward.nan_to_num(), batch.group_id, valid)
-        ),
+        "reward/group_std": group_std(batch.reward.nan_to_num(), batch.group_id, valid, 0)[valid].mean().item(),
+        "reward/zero_spread_share": float(zero_spread_share(batch.reward.nan_to_num(), batch.group_id, valid)),
         "reward/invalid_share": 1 - valid.float().mean().item(),
     }
     for name, values in parts.items():
@@ -73,9 +69,7 @@ def drift(policy: Policy, sampler: FlowSampler, rollout: Rollout, reference: boo
         x = 0.5 * rollout.latents.float()
         v = policy.velocity(x, half, rollout)
         with policy.use("reference"):
-            metrics["drift/velocity_mse_reference"] = (
-                (v - policy.velocity(x, half, rollout)).pow(2).mean().item()
-            )
+            metrics["drift/velocity_mse_reference"] = (v - policy.velocity(x, half, rollout)).pow(2).mean().item()
     return metrics
 
 

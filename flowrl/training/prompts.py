@@ -30,8 +30,8 @@ class PromptSet(Sequence[Prompt]):
 
     Args:
         source: a list of texts or of mappings with the key "prompt"; a file, `.jsonl` (one such mapping a line) or
-            `.txt` (one prompt a line); a name in `NAMED`; or "module:function" returning a list. A mapping's other keys are the columns rewards receive; `weight` sets how often
-            the prompt is drawn.
+            `.txt` (one prompt a line); a name in `NAMED`; or "module:function" returning a list. A mapping's other
+            keys are the columns rewards receive; `weight` sets how often the prompt is drawn.
 
     Raises:
         FileNotFoundError: no such file.
@@ -69,9 +69,7 @@ class PromptSet(Sequence[Prompt]):
                 f"{count} distinct prompts an iteration were asked of {len(self)}: lower prompts_per_iteration"
             )
         # Gumbel top-k is weighted drawing without replacement.
-        uniform = torch.rand(
-            len(self), generator=noise.generator(seed, iteration, _DRAW), dtype=torch.float64
-        )
+        uniform = torch.rand(len(self), generator=noise.generator(seed, iteration, _DRAW), dtype=torch.float64)
         gumbel = -(-uniform.clamp(min=1e-300).log()).log()
         keys = gumbel + torch.tensor([math.log(p.weight) for p in self], dtype=torch.float64)
         return [self[i] for i in keys.topk(count).indices.tolist()]
@@ -96,7 +94,8 @@ def _read(path: Path) -> Iterable[tuple[str, Any]]:
             f"no prompt file {path}. Pass a .jsonl or .txt file, 'module:function', or one of {', '.join(NAMED)}."
         )
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Only a newline ends a line: JSON strings may hold U+2028 and its like. "-sig" drops a byte-order mark.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -116,9 +115,7 @@ def _parse(where: str, entry: Any, index: int) -> Prompt:
     if isinstance(entry, str):
         entry = {"prompt": entry}
     if not isinstance(entry, Mapping) or not isinstance(entry.get("prompt"), str):
-        raise ValueError(
-            f'{where}: a prompt is a text or an object with the key "prompt" (a text), got {entry!r}'
-        )
+        raise ValueError(f'{where}: a prompt is a text or an object with the key "prompt" (a text), got {entry!r}')
     if not entry["prompt"].strip():
         raise ValueError(f"{where}: the prompt is empty")
     weight = entry.get("weight", 1.0)

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from flowrl.core import AdvOut, Batch, Totals
 from flowrl.objectives.base import Micro, Objective
 from flowrl.pipelines.recording import DiffusersPolicy, load_pipeline
+from flowrl.policy import Weights
 from flowrl.rewards import RewardError, RewardSet
 from flowrl.rewards.base import Scores
 from flowrl.rollout import Prompt, Rollout
@@ -104,9 +105,7 @@ class Trainer:
         # Everything that can be refused is refused before a model is loaded.
         objective.check(sampler)
         self.rewards = RewardSet(rewards, args.max_invalid_share)
-        self.eval_rewards = (
-            self.rewards if eval_rewards is None else RewardSet(eval_rewards, args.max_invalid_share)
-        )
+        self.eval_rewards = self.rewards if eval_rewards is None else RewardSet(eval_rewards, args.max_invalid_share)
         self.prompts = _prompt_set(prompts)
         self.eval_prompts = None if eval_prompts is None else _prompt_set(eval_prompts)
         self.rewards.check_columns(self.prompts.columns)
@@ -139,9 +138,7 @@ class Trainer:
         set_seed(args.seed)  # an adapter's first weights
         if isinstance(pipe, str | Path):
             pipe = load_pipeline(pipe)
-        self.policy = (
-            pipe if isinstance(pipe, DiffusersPolicy) else DiffusersPolicy(pipe, peft_config=peft_config)
-        )
+        self.policy = pipe if isinstance(pipe, DiffusersPolicy) else DiffusersPolicy(pipe, peft_config=peft_config)
         self.policy.pipe.to(self.accelerator.device)
         if args.gradient_checkpointing:
             self.policy.module.enable_gradient_checkpointing()
@@ -221,11 +218,12 @@ class Trainer:
         total = sum(p.numel() for p in self.policy.module.parameters())
         return "\n".join(
             [
-                f"{type(self.policy.pipe).__name__}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M transformer parameters "
-                f"trained ({'LoRA' if self.policy.peft_config else 'all weights'}), {self.policy.height} x {self.policy.width} px",
+                f"{type(self.policy.pipe).__name__}, {self.policy.height} x {self.policy.width} px: "
+                f"{trained / 1e6:.2f} M of {total / 1e6:.2f} M transformer parameters trained "
+                f"({'LoRA' if self.policy.peft_config else 'all weights'})",
                 f"objective {self.objective}",
-                f"sampler   {type(self.sampler).__name__}, {self.sampler.steps} steps, noise level {self.sampler.noise_level}, "
-                f"guidance {self.sampler.guidance_scale}",
+                f"sampler   {type(self.sampler).__name__}, {self.sampler.steps} steps, "
+                f"noise level {self.sampler.noise_level}, guidance {self.sampler.guidance_scale}",
                 f"rewards   {self.rewards.weights}; {len(self.prompts)} prompts"
                 + (f", {len(self.eval_prompts)} held out" if self.eval_prompts else ""),
                 f"batch     {self.plan.describe()}",
@@ -258,9 +256,7 @@ class Trainer:
         with self._timed("decode"):
             rollout.media = self._decode(rollout.latents)
         with self._timed("reward"):
-            scores = self._score(
-                self.rewards, rollout.media, rollout.prompts, self.prompts.columns, iteration
-            )
+            scores = self._score(self.rewards, rollout.media, rollout.prompts, self.prompts.columns, iteration)
             total, valid, parts = self._gather(numbers, scores)
         every = [drawn[s // a.group_size] for s in range(self.plan.samples)]
         columns = self.objective.columns(rollout)
@@ -300,18 +296,14 @@ class Trainer:
             with torch.no_grad():
                 return rewards.score(media, [p.text for p in prompts], columns_of(prompts, columns))
         except RewardError as error:
-            folder = (
-                self.output_dir / "failed" / f"iteration-{iteration:06d}-{self.accelerator.process_index}"
-            )
+            folder = self.output_dir / "failed" / f"iteration-{iteration:06d}-{self.accelerator.process_index}"
             where = error.save(folder)
             error.args = (f"{error.args[0]} The samples are in {where.parent}.",)
             raise
 
     # -------------------------------------------------------------------------------------------------- update
 
-    def update(
-        self, rollout: Rollout, batch: Batch, advantage: AdvOut, iteration: int, index: int
-    ) -> dict[str, float]:
+    def update(self, rollout: Rollout, batch: Batch, advantage: AdvOut, iteration: int, index: int) -> dict[str, float]:
         """One optimizer step on the `index`-th share of the iteration's samples."""
         acc, plan, a = self.accelerator, self.plan, self.args
         share = [s for r in range(plan.processes) for s in self._share(iteration, index, r)]
@@ -348,10 +340,7 @@ class Trainer:
             totals[k] = (gathered.min() if k.endswith("_min") else gathered.max()).item()
         norm = acc.clip_grad_norm_(self.policy.trainable().values(), a.max_grad_norm)
         totals["grad_norm"] = float(norm)
-        if (
-            a.mixed_precision != "fp16"
-            and not torch.isfinite(torch.tensor([totals["loss"], float(norm)])).all()
-        ):
+        if a.mixed_precision != "fp16" and not torch.isfinite(torch.tensor([totals["loss"], float(norm)])).all():
             bad = monitors.first_non_finite(
                 {
                     "latents": rollout.latents,
@@ -363,8 +352,8 @@ class Trainer:
             )
             raise RuntimeError(
                 f"non-finite loss ({totals['loss']}) or gradient ({float(norm)}) in iteration {iteration}; first bad "
-                f"tensor: {bad}. Nothing was updated. Lower learning_rate, or use bf16 instead of fp16; resume from the "
-                "last checkpoint."
+                f"tensor: {bad}. Nothing was updated. Lower learning_rate, or use bf16 instead of fp16; resume from "
+                "the last checkpoint."
             )
         lr_scale = totals.pop("lr_scale_min", 1.0)
         for group in self.optimizer.param_groups:
@@ -427,10 +416,7 @@ class Trainer:
         steps = part.plan.trained_steps
         with torch.no_grad(), self.policy.use(self.objective.behaviour):
             errors = [
-                (self.policy.evaluate(part, u, self.sampler).log_prob - part.log_prob[:, u])
-                .abs()
-                .max()
-                .item()
+                (self.policy.evaluate(part, u, self.sampler).log_prob - part.log_prob[:, u]).abs().max().item()
                 for u in range(len(steps))
             ]
         worst = max(range(len(steps)), key=lambda u: errors[u] if errors[u] == errors[u] else float("inf"))
@@ -443,8 +429,9 @@ class Trainer:
                 else "only some steps are off: rounding (time or states in half precision, very small std)"
             )
             raise RatioError(
-                f"before any update |log ratio| is {errors[worst]:.3g} at step {steps[worst]} (tolerance {tolerance:g}); "
-                f"{cause}. Training on it would be wrong. If the rounding is acceptable set ratio_tolerance."
+                f"before any update |log ratio| is {errors[worst]:.3g} at step {steps[worst]} "
+                f"(tolerance {tolerance:g}); {cause}. Training on it would be wrong. "
+                "If the rounding is acceptable set ratio_tolerance."
             )
         return errors[worst]
 
@@ -506,16 +493,13 @@ class Trainer:
                 with self._timed("update"):
                     # Each update's metrics; their mean is logged, the last one's is what controllers read.
                     stats = [
-                        self.update(rollout, batch, advantage, iteration, u)
-                        for u in range(a.updates_per_iteration)
+                        self.update(rollout, batch, advantage, iteration, u) for u in range(a.updates_per_iteration)
                     ]
                 self.objective.after_update(self.copies, iteration, stats[-1])
                 with self._timed("monitor"):
                     if a.monitor_samples:
                         part = rollout.rows(range(min(a.monitor_samples, len(rollout))))
-                        metrics |= monitors.drift(
-                            self.policy, self.sampler, part, "reference" in self._references()
-                        )
+                        metrics |= monitors.drift(self.policy, self.sampler, part, "reference" in self._references())
                 metrics |= {f"train/{k}": sum(s[k] for s in stats) / len(stats) for k in stats[0]}
                 self.iteration = iteration + 1
                 elapsed = time.perf_counter() - start
@@ -523,10 +507,9 @@ class Trainer:
                 metrics |= {"time/iteration": elapsed, "images_per_second": self.plan.samples / elapsed}
                 if a.log_images_every and iteration % a.log_images_every == 0 and rollout.media is not None:
                     tracking.image("train", image_grid(rollout.media[:16]), iteration)
-                if a.eval_every and self.iteration % a.eval_every == 0 and self.iteration < a.iterations:
-                    if self.eval_prompts is not None:
-                        result = self.evaluate()
-                        metrics |= self._publish(result, "eval", tracking)
+                due = a.eval_every and self.iteration % a.eval_every == 0 and self.iteration < a.iterations
+                if due and self.eval_prompts is not None:
+                    metrics |= self._publish(self.evaluate(), "eval", tracking)
                 tracking.log(metrics, iteration)
                 bar.set_postfix(reward=f"{metrics['reward/mean']:.3f}", refresh=False)
                 bar.update()
@@ -547,9 +530,7 @@ class Trainer:
         summary = self._summary(before, after, finished, time.perf_counter() - began)
         tracking.close()
         if not finished:
-            acc.print(
-                f"stopped after iteration {self.iteration}; continue with resume='auto' (CLI: resume=auto)"
-            )
+            acc.print(f"stopped after iteration {self.iteration}; continue with resume='auto' (CLI: resume=auto)")
         return summary
 
     def _start(self, resume: bool | str | Path) -> None:
@@ -620,7 +601,7 @@ class Trainer:
         self,
         prompts: PromptSource | PromptSet | None = None,
         images_per_prompt: int | None = None,
-        weights: str | None = None,
+        weights: Weights | None = None,
     ) -> Evaluation:
         """Score held-out prompts with fixed seeds: the same noise in every evaluation of a run.
 
@@ -632,9 +613,7 @@ class Trainer:
         a, acc = self.args, self.accelerator
         which = self.eval_prompts if prompts is None else _prompt_set(prompts)
         if which is None:
-            raise ValueError(
-                "no prompts to evaluate: pass eval_prompts to the Trainer or prompts to evaluate()"
-            )
+            raise ValueError("no prompts to evaluate: pass eval_prompts to the Trainer or prompts to evaluate()")
         weights = weights or ("ema" if "ema" in self.copies else "policy")
         count = images_per_prompt or a.eval_images_per_prompt
         start = time.perf_counter()
@@ -643,7 +622,7 @@ class Trainer:
         records: list[tuple[int, int, float, dict[str, float]]] = []
         shown = _spread(which, 24)
         pictures: list[tuple[int, Tensor]] = []
-        with self._timed("evaluate"), self.policy.use(weights):  # type: ignore[arg-type]
+        with self._timed("evaluate"), self.policy.use(weights):
             for at in range(0, len(mine), a.sample_batch_size):
                 chunk = mine[at : at + a.sample_batch_size]
                 rows = [which[i] for i, _ in chunk]
@@ -678,9 +657,7 @@ class Trainer:
             tag: {"score": sum(v) / len(v), "images": len(v), "prompts": len(of_task[tag])}
             for tag, v in by_task.items()
         }
-        means = {
-            n: [r[3][n] for r in records if r[3][n] == r[3][n]] for n in (records[0][3] if records else {})
-        }
+        means = {n: [r[3][n] for r in records if r[3][n] == r[3][n]] for n in (records[0][3] if records else {})}
         return Evaluation(
             overall=sum(t["score"] for t in per_task.values()) / max(len(per_task), 1),
             per_task=per_task,
@@ -729,7 +706,7 @@ class Trainer:
     def save_checkpoint(self) -> Path:
         """Everything that exact resume needs; see `flowrl.training.checkpoint`."""
         with self._timed("checkpoint"):
-            scaler = getattr(self.accelerator, "scaler", None)
+            scaler = self.accelerator.scaler
             state = {
                 "updates": self.updates,
                 "objective": self.objective.state_dict(),
@@ -766,8 +743,9 @@ class Trainer:
         self.iteration, self.updates = state["iteration"], state["updates"]
         self.objective.load_state_dict(state["objective"])
         self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        if state["scaler"] is not None and getattr(self.accelerator, "scaler", None) is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
+        scaler = self.accelerator.scaler
+        if state["scaler"] is not None and scaler is not None:
+            scaler.load_state_dict(state["scaler"])
         self.best, self.history = state["best"], state["history"]
         self.seconds = defaultdict(float, state["seconds"])
 

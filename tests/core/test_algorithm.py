@@ -278,6 +278,8 @@ def test_no_hook_sees_or_leaves_a_graph_where_it_must_not():
     assert not seen["correction"].weight.requires_grad
     assert not given["correction"][0].requires_grad
     assert not given["bounds"][0].requires_grad
+    algorithm.loss(batch, torch.full((B, T), torch.nan))
+    assert torch.equal(given["surrogate"][1] == 0, ~batch.mask)
     for name in ("logp", "old_logp", "token_kl"):  # hooks never meet padding
         assert torch.equal(getattr(given["log_ratio"][0], name) == 0, ~batch.mask)
     assert seen["log_ratio"].requires_grad
@@ -325,6 +327,8 @@ def test_an_advantage_link_may_drop_rows():
         del registry._LINKS["advantage"]["pivot"]
     assert adv.keep.tolist() == [False, True, True, True] * 2
     assert torch.equal(borrowed.keep, adv.keep & BORROWED)
+    both = (run(algorithm, replace(batch, in_loss=rows), borrowed)[1] for rows in (BORROWED, borrowed.keep))
+    assert torch.equal(*both)
     assert (gradient[~adv.keep] == 0).all()
     plain = Algorithm("grpo")
     expected, _ = plain.loss(replace(batch, in_loss=adv.keep), plain.advantages(batch))

@@ -42,9 +42,7 @@ def detect(image: np.ndarray) -> tuple[list[Detection], list[str]]:
     nearest = ((pixels[:, :, None] - _REFERENCE) ** 2).sum(-1)
     labels = np.where(foreground, nearest[..., 1:].argmin(-1) + 1, 0)
     # A blended edge pixel takes the colour that most of its foreground neighbours have.
-    votes = np.stack(
-        [ndimage.uniform_filter((labels == k).astype(np.float32), 3) for k in range(1, len(_NAMES))]
-    )
+    votes = np.stack([ndimage.uniform_filter((labels == k).astype(np.float32), 3) for k in range(1, len(_NAMES))])
     labels = np.where(foreground, votes.argmax(0) + 1, 0)
 
     detections, colors = [], []

@@ -3,7 +3,8 @@
     python -m flowrl.miniature.shapes.pretrain --output DIR
 
 Stages: scenes -> AutoencoderKL -> SD3Transformer2DModel with its two CLIP text encoders, joined into an ordinary
-`StableDiffusion3Pipeline` that `from_pretrained` loads. Every stage is seeded; about an hour and a half on one CPU core.
+`StableDiffusion3Pipeline` that `from_pretrained` loads. Every stage is seeded; about an hour on two CPU
+cores.
 """
 
 from __future__ import annotations
@@ -71,9 +72,7 @@ def tokenizer() -> CLIPTokenizer:
 
     def merged(pieces: list[str]) -> list[str]:
         """BPE with the merges so far: the earliest of them first, all its places."""
-        for pair in iter(
-            lambda: min((p for p in pairwise(pieces) if p in rank), key=rank.get, default=None), None
-        ):
+        for pair in iter(lambda: min((p for p in pairwise(pieces) if p in rank), key=rank.get, default=None), None):
             i = 0
             while i < len(pieces) - 1:
                 if (pieces[i], pieces[i + 1]) == pair:
@@ -293,9 +292,7 @@ def train_flow(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write")
     parser.add_argument("--scenes", type=int, default=100_000)
     parser.add_argument("--vae-steps", type=int, default=5_000)
@@ -329,12 +326,8 @@ def main() -> None:
         tokenizer_3=None,
     )
     count = sum(p.numel() for p in pipe.transformer.parameters())
-    print(
-        f"transformer {count / 1e6:.2f} M, vae {sum(p.numel() for p in vae.parameters()) / 1e6:.2f} M parameters"
-    )
-    train_flow(
-        pipe, latents_of(vae, images), captions, args.flow_steps, args.batch, args.seed + 2, args.output
-    )
+    print(f"transformer {count / 1e6:.2f} M, vae {sum(p.numel() for p in vae.parameters()) / 1e6:.2f} M parameters")
+    train_flow(pipe, latents_of(vae, images), captions, args.flow_steps, args.batch, args.seed + 2, args.output)
     pipe.save_pretrained(args.output, safe_serialization=True)
     (args.output / "pretrain.json").write_text(
         json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}, indent=2) + "\n"

@@ -176,8 +176,7 @@ def held_out_prompts() -> list[dict[str, Any]]:
 def _free(placed: list[Object], x: int, y: int, size: int) -> bool:
     """One pixel of air around every object."""
     return all(
-        x >= o.x + o.size + 1 or o.x >= x + size + 1 or y >= o.y + o.size + 1 or o.y >= y + size + 1
-        for o in placed
+        x >= o.x + o.size + 1 or o.x >= x + size + 1 or y >= o.y + o.size + 1 or o.y >= y + size + 1 for o in placed
     )
 
 
