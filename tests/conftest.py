@@ -14,7 +14,8 @@ Fixtures (pytest runs with `--import-mode=importlib`, so helpers are shared as f
     give_copies        (policy, *names) -> WeightCopies of the current weights, plugged into `policy.use`.
     make_rows          (groups=2, size=2) -> (prompts, members): groups x size samples, as `policy.sample` takes them.
 
-Fresh objects are copies of one session-wide build (a few milliseconds each) with the same weights every time.
+Fresh objects have the same weights every time and cost a few milliseconds: transformer and scheduler are copied, the
+frozen parts (VAE, text encoders, tokenizers) are shared by all fp32 pipelines. Do not change those; remove your hooks.
 """
 
 import copy
@@ -181,7 +182,9 @@ def _flux_parts():
 
 
 def _fresh(cls, parts, dtype):
-    pipe = cls(**copy.deepcopy(parts))
+    trained = ("transformer", "scheduler")
+    frozen = () if dtype == torch.float32 else ("vae", "text_encoder", "text_encoder_2")
+    pipe = cls(**{k: copy.deepcopy(v) if k in (*trained, *frozen) else v for k, v in parts.items()})
     pipe.set_progress_bar_config(disable=True)
     for module in pipe.components.values():
         if isinstance(module, torch.nn.Module):

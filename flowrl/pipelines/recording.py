@@ -61,8 +61,10 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         self.previous = self.sampler.clean_estimate(sample, model_output, self.grid, i)
         if self.plan.stochastic[i]:
             action = distribution.sample(self.draw(i).to(sample.device))
-        else:
+        elif isinstance(self.sampler, ODE) and self.sampler.solver != "euler":
             action = distribution.mean
+        else:  # the stock scheduler's own arithmetic: in half precision it rounds dt * v, which the mean does not
+            action = sample.float() + (self.grid[i + 1] - self.grid[i]) * model_output
         # Round to the model's dtype first and score what was really taken, or the ratio would not be one.
         action = action.to(model_output.dtype)
         if self.plan.trained[i]:

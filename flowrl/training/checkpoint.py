@@ -16,7 +16,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,10 @@ def save(
         aside.mkdir(parents=True)
     accelerator.wait_for_everyone()
     torch.save(_rng(), aside / f"rng-{accelerator.process_index}.pt")
-    _save_weights(model, aside / "model.safetensors", main)
+    _save_weights(model, copies.parameters, aside / "model.safetensors", main)
     for name in copies.names:
         with copies.swapped(name):
-            _save_weights(model, aside / f"copy-{name}.safetensors", main)
+            _save_weights(model, copies.parameters, aside / f"copy-{name}.safetensors", main)
     moments = get_optimizer_state_dict(model, optimizer, options=_FULL)
     if main:
         torch.save(moments, aside / "optimizer.pt")
@@ -116,18 +116,22 @@ def save(
         files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(aside.iterdir())}
         manifest = {"iteration": iteration, "identity": dict(identity), "files": files}
         (aside / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-        if final.exists():
-            shutil.rmtree(final)
+        replaced = root / f".{final.name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():  # moved, not deleted: a kill here must not leave the run without a checkpoint
+            os.replace(final, replaced)
         os.replace(aside, final)
+        shutil.rmtree(replaced, ignore_errors=True)
     accelerator.wait_for_everyone()
     return final
 
 
-def _save_weights(model: nn.Module, path: Path, main: bool) -> None:
+def _save_weights(model: nn.Module, trained: Collection[str], path: Path, main: bool) -> None:
     """Gather the trained weights on all processes and write them on the main one."""
     weights: dict[str, Any] = get_model_state_dict(model, options=_FULL)
     if main:
-        save_file({k: v.contiguous() for k, v in weights.items()}, path)
+        # Buffers stay out: the position table of SD3 alone is a gigabyte.
+        save_file({k: v.contiguous() for k, v in weights.items() if k in trained}, path)
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from flowrl import noise
 from flowrl.core import AdvOut, Batch, group_std, zero_spread_share
 from flowrl.policy import Policy
 from flowrl.rollout import Prompt, Rollout
@@ -40,6 +41,8 @@ def reward_metrics(prompts: list[Prompt], parts: Mapping[str, Tensor], batch: Ba
 def advantage_metrics(advantage: AdvOut, batch: Batch) -> dict[str, float]:
     """Spread of the advantages and the share that is exactly 0."""
     a = advantage.adv[batch.valid_rows]
+    if not a.numel():
+        return {"advantage/std": 0.0, "advantage/abs_max": 0.0, "advantage/zero_share": 1.0}
     return {
         "advantage/std": a.std(correction=0).item(),
         "advantage/abs_max": a.abs().max().item(),
@@ -52,7 +55,7 @@ def drift(policy: Policy, sampler: FlowSampler, rollout: Rollout, reference: boo
     """How far the policy is from the behaviour weights and from the reference, on recorded states.
 
     With stochastic steps: exact KL per step, averaged over latent elements (nats), and its mean. Without: mean squared
-    velocity difference to the reference on the final latents noised half-way.
+    velocity difference to the reference half-way from the final latents to their initial noise.
     """
     metrics: dict[str, float] = {}
     steps = rollout.plan.trained_steps
@@ -66,7 +69,16 @@ def drift(policy: Policy, sampler: FlowSampler, rollout: Rollout, reference: boo
             _kl_metrics(metrics, "reference", steps, now, start)
     elif reference:
         half = rollout.sigmas.new_tensor(0.5)
-        x = 0.5 * rollout.latents.float()
+        eps = noise.batch_normal(
+            rollout.latents.shape[1:],
+            rollout.seed,
+            rollout.iteration,
+            [p.index for p in rollout.prompts],
+            rollout.members,
+            noise.INITIAL,
+            rollout.latents.device,
+        )
+        x = 0.5 * (rollout.latents.float() + eps)
         v = policy.velocity(x, half, rollout)
         with policy.use("reference"):
             metrics["drift/velocity_mse_reference"] = (v - policy.velocity(x, half, rollout)).pow(2).mean().item()

@@ -118,7 +118,7 @@ class Trainer:
         check_trackers(args.log_with)
         self.output_dir = Path(args.output_dir)
         self.accelerator = Accelerator(
-            mixed_precision=args.mixed_precision, log_with=list(args.log_with), project_dir=self.output_dir
+            mixed_precision=args.mixed_precision, log_with=list(args.log_with) or None, project_dir=self.output_dir
         )
         world = self.accelerator.num_processes
         if args.processes is not None and args.processes != world:
@@ -182,13 +182,18 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that loads it."""
         a = self.args
-        texts = "\n".join(p.text for p in self.prompts)
+        # All of an entry counts: weights decide what is drawn, columns what it is worth.
+        entries = json.dumps([[p.text, p.weight, dict(p.metadata)] for p in self.prompts], default=str)
+        adapter = ("lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+        # Schedules other than these stretch with the run.
+        length = {} if a.lr_scheduler.startswith("constant") else {"iterations": a.iterations}
         return {
             "objective": repr(self.objective),
             "sampler": repr(self.sampler),
             "rewards": self.rewards.weights,
-            "prompts": f"{len(self.prompts)} prompts {hashlib.sha256(texts.encode()).hexdigest()[:12]}",
+            "prompts": f"{len(self.prompts)} prompts {hashlib.sha256(entries.encode()).hexdigest()[:12]}",
             "parameters": {n: list(p.shape) for n, p in self.policy.trainable().items()},
+            "adapter": {k: getattr(self.policy.peft_config, k, None) for k in adapter},
             "training": {
                 k: v
                 for k, v in asdict(a).items()
@@ -204,12 +209,14 @@ class Trainer:
                     "weight_decay",
                     "adam_epsilon",
                     "lr_scheduler",
+                    "warmup_updates",
                     "max_grad_norm",
                     "ema_decay",
                     "ema_every",
                     "mixed_precision",
                 )
-            },
+            }
+            | length,
         }
 
     def describe(self) -> str:

@@ -18,10 +18,12 @@ class Generator:
     policy: Any
     pipe: Any
     guidance: float
+    config: Any
+    """Of the stock scheduler."""
 
     def sampler(self, kind=FlowSDE, **kw):
         kw = {"steps": STEPS, "guidance_scale": self.guidance} | kw
-        return kind.from_config(self.pipe().scheduler.config, **kw)
+        return kind.from_config(self.config, **kw)
 
     def sample(self, policy, rows, sampler=None, *, seed=5, iteration=2, batch_size=None):
         prompts, members = rows
@@ -55,10 +57,13 @@ class Generator:
 
 
 @pytest.fixture(params=["sd3", "sd3-guided", "flux"])
-def generator(request, make_sd3_policy, make_flux_policy, make_sd3_pipe, make_flux_pipe):
+def generator(
+    request, make_sd3_policy, make_flux_policy, make_sd3_pipe, make_flux_pipe, _sd3_parts, _flux_parts
+):
     if request.param == "flux":
-        return Generator(make_flux_policy, make_flux_pipe, 3.5)
-    return Generator(make_sd3_policy, make_sd3_pipe, 4.5 if request.param == "sd3-guided" else 1.0)
+        return Generator(make_flux_policy, make_flux_pipe, 3.5, _flux_parts["scheduler"].config)
+    guidance = 4.5 if request.param == "sd3-guided" else 1.0
+    return Generator(make_sd3_policy, make_sd3_pipe, guidance, _sd3_parts["scheduler"].config)
 
 
 @pytest.fixture(params=[None, True], ids=["full", "lora"])

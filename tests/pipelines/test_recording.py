@@ -155,7 +155,7 @@ def test_ratio_is_not_one_when_the_weights_were_touched(generator, peft, perturb
     perturb(policy, scale=0.02, seed=9)
     for u in range(3):
         again = policy.evaluate(rollout, u, generator.sampler()).log_prob
-        assert (again - rollout.log_prob[:, u]).abs().min() > 1e-5
+        assert (again - rollout.log_prob[:, u]).abs().max() > 1e-4
 
 
 def test_ratio_is_one_in_bf16_because_states_are_rounded_before_they_are_scored(generator, make_rows):
@@ -422,18 +422,20 @@ def test_velocitys_gradient_is_a_finite_difference(generator, perturb, make_rows
     rollout = generator.sample(policy, make_rows())
     x, sigma = rollout.states[:, 1], torch.tensor([0.9, 0.2, 0.5, 0.7])
     weight = step_noise(x.shape[1:], make_rows(), 0)
-    objective = lambda: (policy.velocity(x, sigma, rollout) * weight).mean()  # noqa: E731
-    slope = 0.0
+
+    def objective():
+        return (policy.velocity(x, sigma, rollout) * weight).sum()
+
+    # Along the gradient itself the slope is its norm, far above fp32 rounding.
     found = gradients(policy, objective())
-    direction = {n: torch.randn(g.shape, generator=torch.Generator().manual_seed(3)) for n, g in found.items()}
-    slope = sum((found[n] * direction[n]).sum() for n in found).item()
-    values = []
+    norm = sum(g.double().square().sum() for g in found.values()).sqrt().item()
+    values, h = [], 1e-3
     with torch.no_grad():
-        for h in (1e-2, -2e-2):  # to +h, then to -h
+        for shift in (h, -2 * h):  # to +h, then to -h
             for n, p in policy.trainable().items():
-                p.add_(h * direction[n])
+                p.add_(found[n], alpha=shift / norm)
             values.append(objective().item())
-    assert (values[0] - values[1]) / 2e-2 == pytest.approx(slope, rel=2e-2)
+    assert (values[0] - values[1]) / (2 * h) == pytest.approx(norm, rel=2e-2)
 
 
 # ------------------------------------------------------------------------------------------------------ conditioning
