@@ -1,0 +1,353 @@
+"""The command line: a thin layer over `Trainer`, recipes and the report. Its help loads neither torch nor diffusers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowrl.training.recipe import Recipe
+    from flowrl.training.trainer import Trainer
+
+
+class UsageError(Exception):
+    """Nothing was run: the command, the recipe or a file that it names is wrong."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    0 done; 1 the run failed; 2 nothing was run: the command, the recipe or a file it names is wrong; 130 interrupted.
+    """
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes positional arguments in one piece: key=value after an option is left over.
+    if rest and (not hasattr(args, "overrides") or any(r.startswith("-") or "=" not in r for r in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        usage = isinstance(error, UsageError)
+        if args.traceback or not (usage or _is_ours(error)):
+            traceback.print_exc()
+        else:
+            message = " ".join(str(error).split())
+            print(f"flowrl {args.command}: {message}  (--traceback shows where)", file=sys.stderr)
+        return 2 if usage else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    from flowrl import __version__
+
+    parser = argparse.ArgumentParser(prog="flowrl", description="Align image generators with rewards.")
+    parser.add_argument("--version", action="version", version=f"flowrl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(run: Any, help: str, recipe: bool = True, as_json: bool = True) -> argparse.ArgumentParser:
+        name = run.__name__.removeprefix("_")
+        sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        sub.set_defaults(run=run)
+        if recipe:
+            sub.add_argument("recipe", metavar="RECIPE", help="a recipe's name (see `flowrl recipes`) or YAML file")
+            sub.add_argument("overrides", metavar="key=value", nargs="*", help="such as training.iterations=10")
+        if as_json:
+            sub.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        sub.add_argument("--traceback", action="store_true", help="show where an error came from")
+        return sub
+
+    sub = command(_train, "train, then print scores before and after")
+    sub.add_argument(
+        "--resume", metavar="auto|PATH", help="go on from the newest checkpoint of output_dir, or from this one"
+    )
+    command(_check, "try a recipe without training: sample, score, replay")
+    sub = command(_eval, "score a recipe's held-out prompts")
+    sub.add_argument(
+        "--checkpoint", metavar="PATH", type=Path, help="a folder of checkpoints/, best/ or final/; default: the model"
+    )
+    sub.add_argument("--images-per-prompt", metavar="N", type=_positive, help="default: the recipe's")
+    sub = command(_sample, "write a picture of a recipe's or a model's samples", as_json=False, recipe=False)
+    sub.add_argument("recipe", metavar="RECIPE|MODEL", help="a recipe, a pipeline folder or a hub id")
+    sub.add_argument("--prompt", metavar="TEXT", action="append", required=True, help="may be given several times")
+    sub.add_argument("--checkpoint", metavar="PATH", type=Path, help="as for `flowrl eval`")
+    sub.add_argument("--output", metavar="FILE.png", type=Path, default=Path("samples.png"))
+    sub.add_argument("--seed", metavar="N", type=int, default=0)
+    sub.add_argument("--count", metavar="N", type=_positive, default=4, help="samples per prompt (default 4)")
+    sub = command(_recipes, "list the shipped recipes, or print one", recipe=False)
+    sub.add_argument("recipe", metavar="NAME", nargs="?")
+    sub = command(_report, "write a run's report.html again", recipe=False, as_json=False)
+    sub.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
+    return int(text)
+
+
+# --------------------------------------------------------------------------------------------------- commands
+
+
+def _train(args: argparse.Namespace) -> int:
+    from flowrl.evaluation.report import task_rows, write_report
+    from flowrl.training.recipe import dump_recipe
+
+    resume = args.resume
+    for text in [o for o in args.overrides if o.startswith("resume=")]:
+        args.overrides.remove(text)
+        resume = text.partition("=")[2]
+    recipe, trainer = _trainer(args)
+    main_process = trainer.accelerator.is_main_process
+    with _stdout_for_json(args):
+        with _usage():
+            _resume(trainer, resume)
+            if main_process:
+                trainer.output_dir.mkdir(parents=True, exist_ok=True)
+                (trainer.output_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        summary = trainer.train()
+    if main_process:
+        rows = task_rows(summary["before"], summary["after"])
+        report, final = write_report(trainer.output_dir), trainer.output_dir / "final"
+        if args.json:
+            files = {"summary": trainer.output_dir / "summary.json", "report": report}
+            files |= {"weights": final} if summary["finished"] else {}
+            named = {k: str(v) for k, v in files.items()}
+            _print_json({"finished": summary["finished"], "tasks": rows, **named})
+        else:
+            if rows:
+                print(f"\n{_table(rows)}\n")
+            print(f"report   {report}")
+            if summary["finished"]:
+                print(f"weights  {final}\n\n{_how_to_load(trainer, recipe, final)}")
+    return 0 if summary["finished"] else 130
+
+
+def _check(args: argparse.Namespace) -> int:
+    _, trainer = _trainer(args)
+    with _stdout_for_json(args):
+        found = trainer.check()
+    if args.json and trainer.accelerator.is_main_process:
+        _print_json(found)
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    _, trainer = _trainer(args, args.checkpoint)
+    with _usage():
+        if trainer.eval_prompts is None:
+            raise ValueError("the recipe has no eval_prompts: add eval_prompts=NAME")
+    with _stdout_for_json(args):
+        result = trainer.evaluate(images_per_prompt=args.images_per_prompt)
+    if trainer.accelerator.is_main_process:
+        tasks = {t: v for t, v in result.per_task.items() if t != "all"}
+        rows = [{"task": t, **{k: v[k] for k in ("prompts", "images", "score")}} for t, v in tasks.items()]
+        prompts = sum(int(v["prompts"]) for v in result.per_task.values())
+        rows.append({"task": "overall", "prompts": prompts, "images": result.images, "score": result.overall})
+        if args.json:
+            _print_json({"tasks": rows, **result.summary()})
+        else:
+            print(_table(rows))
+    return 0
+
+
+def _sample(args: argparse.Namespace) -> int:
+    import torch
+    from accelerate import PartialState
+    from PIL import Image
+
+    from flowrl import recipes
+    from flowrl.rollout import Prompt
+    from flowrl.training.recipe import (
+        ModelConfig,
+        build_trainer,
+        evaluation_sampler,
+        load_policy,
+        load_recipe,
+        resolved,
+        stock_sampler,
+    )
+    from flowrl.training.trainer import EVALUATION, image_grid
+
+    with _usage():
+        training = args.checkpoint is not None and _is_training_checkpoint(args.checkpoint)
+        weights = "policy"
+        if not recipes.is_recipe(args.recipe) and _is_model(args.recipe):
+            if training:
+                raise ValueError(f"{args.checkpoint} is a training checkpoint: give the recipe it was made with")
+            policy = load_policy(ModelConfig.of(args.recipe), None, args.checkpoint)
+            sampler = stock_sampler(policy.pipe)
+        else:
+            recipe = load_recipe(args.recipe)
+            if training:
+                trainer = build_trainer(recipe)
+                trainer.load_checkpoint(args.checkpoint)
+                policy, weights = trainer.policy, "ema" if "ema" in trainer.copies else "policy"
+            else:
+                policy = load_policy(recipe.model, recipe.lora, args.checkpoint)
+            sampler = resolved(evaluation_sampler(recipe), policy.pipe.scheduler.config)
+    policy.pipe.to(PartialState().device)
+    prompts = [Prompt(i, text) for i, text in enumerate(args.prompt) for _ in range(args.count)]
+    members = list(range(args.count)) * len(args.prompt)
+    with policy.use(weights):
+        rollout = policy.sample(prompts, members, sampler, seed=args.seed, iteration=EVALUATION, batch_size=args.count)
+    images = [policy.decode(x) for x in rollout.latents.split(args.count)]
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image_grid(torch.cat(images), columns=args.count)).save(args.output)
+    print(args.output)
+    return 0
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    from flowrl import recipes
+
+    with _usage():
+        if args.recipe:
+            path = recipes.find(args.recipe)
+            tree = recipes.read(path)
+            if args.json:
+                _print_json(tree)
+            else:
+                print(path.read_text(encoding="utf-8"), end="")
+            return 0
+        listed = [{"name": n, "description": recipes.read(p)["description"]} for n, p in recipes.shipped().items()]
+    if args.json:
+        _print_json(listed)
+    else:
+        print(_table(listed))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from flowrl.evaluation.report import write_report
+
+    with _usage():
+        print(write_report(args.run_dir))
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------- pieces
+
+
+def _trainer(args: argparse.Namespace, checkpoint: Path | None = None) -> tuple[Recipe, Trainer]:
+    """The recipe with its overrides, and its trainer with a checkpoint's weights."""
+    from flowrl.training.recipe import build_trainer, load_recipe
+
+    with _usage():
+        recipe = load_recipe(args.recipe, args.overrides)
+        training = checkpoint is not None and _is_training_checkpoint(checkpoint)
+        trainer = build_trainer(recipe, None if training else checkpoint)
+        if training:
+            trainer.load_checkpoint(checkpoint)
+    return recipe, trainer
+
+
+def _resume(trainer: Trainer, resume: str | None) -> None:
+    """Load what the run goes on from; nothing in its folder is touched before a wrong checkpoint is refused."""
+    from flowrl.training.checkpoint import latest
+
+    newest = latest(trainer.output_dir / "checkpoints")
+    folder = newest if resume == "auto" else resume
+    if folder:
+        trainer.load_checkpoint(folder)
+        trainer.accelerator.print(f"resuming from {folder}")
+    elif newest:
+        raise FileExistsError(
+            f"{trainer.output_dir} holds a run (checkpoint {newest.name}). Continue it with resume=auto, or "
+            "choose another folder with training.output_dir=..."
+        )
+
+
+def _is_training_checkpoint(path: Path) -> bool:
+    """Whether a folder holds a training checkpoint; otherwise it should hold what `save_pretrained` writes."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"no checkpoint folder {path}")
+    if (path / "checkpoints").is_dir():
+        raise FileNotFoundError(
+            f"{path} is a whole run: pass {path / 'final'}, {path / 'best'} or a folder of {path / 'checkpoints'}"
+        )
+    return (path / "manifest.json").is_file()
+
+
+def _is_model(name: str) -> bool:
+    """Whether this names a model and not a recipe: a folder, a shipped model, or a hub id."""
+    return Path(name).is_dir() or name == "shapes" or name.count("/") == 1
+
+
+@contextlib.contextmanager
+def _usage() -> Iterator[None]:
+    """Errors of this block mean that the command or the recipe is wrong, wherever they are raised."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError) as error:
+        raise UsageError(str(error) or type(error).__name__) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised it, with a message written for the user; otherwise only a traceback helps."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and Path(__file__).parent in Path(frame.tb_frame.f_code.co_filename).parents
+
+
+@contextlib.contextmanager
+def _stdout_for_json(args: argparse.Namespace) -> Iterator[None]:
+    """With --json, what the trainer prints goes to stderr: stdout is for the JSON alone."""
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        yield
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    """Aligned text; the first column and texts to the left, numbers to the right."""
+
+    def shown(key: str, value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:+.3f}" if key == "change" else f"{value:.3f}"
+        return "-" if value is None else str(value)
+
+    keys = list(rows[0])
+    cells = [keys] + [[shown(k, row[k]) for k in keys] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(keys))]
+    left = [any(isinstance(row[k], str) for row in rows) for k in keys]
+    return "\n".join(
+        "  ".join(
+            c.ljust(w) if at_left else c.rjust(w) for c, w, at_left in zip(line, widths, left, strict=True)
+        ).rstrip()
+        for line in [cells[0], ["-" * w for w in widths], *cells[1:]]
+    )
+
+
+def _how_to_load(trainer: Trainer, recipe: Recipe, folder: Path) -> str:
+    """Lines of Python that load the result in diffusers."""
+    pipe = trainer.policy.pipe
+    name = type(pipe).__name__
+    if recipe.lora is not None:
+        base, then = recipe.model.location, f'pipe.load_lora_weights("{folder}")\n'
+    else:
+        base, then = str(folder), ""
+    # Text encoders that the pipeline was saved without must be named.
+    absent = [k for k, v in pipe.components.items() if v is None and k not in pipe._optional_components]
+    options = "".join(f", {k}=None" for k in absent)
+    prompt = trainer.prompts[0].text
+    length = recipe.model.max_sequence_length
+    return (
+        f"from diffusers import {name}\n"
+        f'pipe = {name}.from_pretrained("{base}"{options})\n{then}'
+        f'image = pipe("{prompt}", num_inference_steps={trainer.eval_sampler.steps}, '
+        f"guidance_scale={trainer.eval_sampler.guidance_scale}, max_sequence_length={length}).images[0]"
+    )
