@@ -172,6 +172,7 @@ def _sample(args: argparse.Namespace) -> int:
         ModelConfig,
         build_trainer,
         evaluation_sampler,
+        is_model,
         load_policy,
         load_recipe,
         resolved,
@@ -182,7 +183,7 @@ def _sample(args: argparse.Namespace) -> int:
     with _usage():
         training = args.checkpoint is not None and _is_training_checkpoint(args.checkpoint)
         weights = "policy"
-        if not recipes.is_recipe(args.recipe) and _is_model(args.recipe):
+        if not recipes.is_recipe(args.recipe) and is_model(args.recipe):
             if training:
                 raise ValueError(f"{args.checkpoint} is a training checkpoint: give the recipe it was made with")
             policy = load_policy(ModelConfig.of(args.recipe), None, args.checkpoint)
@@ -277,11 +278,6 @@ def _is_training_checkpoint(path: Path) -> bool:
             f"{path} is a whole run: pass {path / 'final'}, {path / 'best'} or a folder of {path / 'checkpoints'}"
         )
     return (path / "manifest.json").is_file()
-
-
-def _is_model(name: str) -> bool:
-    """Whether this names a model and not a recipe: a folder, a shipped model, or a hub id."""
-    return Path(name).is_dir() or name == "shapes" or name.count("/") == 1
 
 
 @contextlib.contextmanager

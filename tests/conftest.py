@@ -2,7 +2,7 @@
 
 Fixtures (pytest runs with `--import-mode=importlib`, so helpers are shared as fixtures, not imports):
 
-    sd3_folder         path of a saved tiny StableDiffusion3Pipeline (two CLIP encoders, no T5). Session-wide: read only.
+    sd3_folder         path of a saved tiny StableDiffusion3Pipeline (two CLIP encoders, no T5); read only.
     make_sd3_pipe      (dtype=torch.float32) -> a fresh StableDiffusion3Pipeline: 16x16 px, latents [4, 8, 8].
     make_flux_pipe     (dtype=torch.float32, shift="dynamic") -> a fresh FluxPipeline (CLIP + T5, guidance embedded):
                        latents [16, 16] at 16x16 px. shift="static" gives it a scheduler like FLUX.1-schnell's.
@@ -39,9 +39,7 @@ def _clip_tokenizer():
 
     symbols = string.ascii_letters + string.digits + string.punctuation
     tokens = [*symbols, *(s + "</w>" for s in symbols), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(
-        vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=TEXT_TOKENS
-    )
+    return CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=TEXT_TOKENS)
 
 
 def _clip_config(tokenizer, width: int):
@@ -76,9 +74,7 @@ def _t5(width: int):
         unk_token="<unk>",
         model_max_length=TEXT_TOKENS,
     )
-    config = T5Config(
-        vocab_size=len(pieces), d_model=width, d_kv=width // 2, d_ff=2 * width, num_layers=1, num_heads=2
-    )
+    config = T5Config(vocab_size=len(pieces), d_model=width, d_kv=width // 2, d_ff=2 * width, num_layers=1, num_heads=2)
     return tokenizer, T5EncoderModel(config)
 
 

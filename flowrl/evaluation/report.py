@@ -327,7 +327,7 @@ def _figure(title: str, note: str, draw: Callable[[Any], None]) -> str:
     axes.set_xlabel("iteration", fontsize=8, color=INK)
     draw(axes)
     if len(axes.get_legend_handles_labels()[1]) > 1:
-        axes.legend(fontsize=7, frameon=False, ncols=2, labelcolor=INK, loc="best")
+        axes.legend(fontsize=7, frameon=True, framealpha=0.7, edgecolor="none", ncols=2, labelcolor=INK, loc="best")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=170, facecolor="white")
     data = base64.b64encode(buffer.getvalue()).decode()
@@ -367,7 +367,8 @@ def _reward(run: Run) -> str:
             _line(axes, points, color, key.removeprefix("reward/task/").replace("_", " "), thin=True)
         _line(axes, run.series("reward/mean"), COLORS[0], "mean")
 
-    return _figure("Training reward", "Over all samples of an iteration, and per task; moving averages where a run is long.", draw)
+    note = "Mean of an iteration's samples, and per task; of a long run the moving averages."
+    return _figure("Training reward", note, draw)
 
 
 def _held_out(run: Run) -> str:
@@ -409,7 +410,8 @@ def _drift(run: Run) -> str:
             name = f"step {int(key.rpartition('_')[2])}" if ends else None
             _line(axes, run.series(key), shade, name, thin=True)
         _line(axes, run.series(f"kl/{which}"), INK, "mean")
-        axes.set_yscale("log")
+        if any(value > 0 for value in run.series(f"kl/{which}")[1]):
+            axes.set_yscale("log")
 
     note = "Per step of the sampler, averaged over latent elements, nats; logarithmic."
     return _figure(f"KL to the {'model before training' if which == 'reference' else 'behaviour policy'}", note, draw)

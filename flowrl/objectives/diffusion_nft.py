@@ -17,6 +17,7 @@ from flowrl.rollout import Rollout
 from flowrl.samplers.flow import FlowSampler
 
 _TIMES = int.from_bytes(b"nft-time", "little", signed=True)  # keeps the time shuffle apart from other draws
+MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
 # (slope start, slope, cap) of the old copy's decay: 0 on-policy, 1 the default, 2 the released OCR recipe.
 DECAY = {0: (0, 0.0, 0.0), 1: (0, 0.001, 0.5), 2: (75, 0.0075, 0.999)}
 
@@ -125,6 +126,10 @@ class DiffusionNFT(Objective):
             raise ValueError(f"unknown old_schedule {self.old_schedule!r}: one of {sorted(DECAY)}")
         if self.form not in ("code", "paper"):
             raise ValueError(f"unknown form {self.form!r}: 'code' or 'paper'")
+        if self.mode not in MODES:
+            raise ValueError(f"unknown mode {self.mode!r}: one of {', '.join(map(repr, MODES))}")
+        if self.z_mult is not None and not self.z_mult > 0:
+            raise ValueError(f"z_mult must be positive or None, not {self.z_mult}")
         if not 0 < self.timestep_fraction <= 1:
             raise ValueError(f"timestep_fraction must lie in (0, 1], not {self.timestep_fraction}")
         # The same advantage as Flow-GRPO's: group mean, std over all rewards of the iteration.

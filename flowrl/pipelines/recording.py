@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,8 @@ class DiffusersPolicy:
             self.module.requires_grad_(True)
         else:
             if peft_config.target_modules is None:
+                # On a copy: the caller's config may serve a pipeline of another family next.
+                self.peft_config = peft_config = copy(peft_config)
                 peft_config.target_modules = list(self.family.lora_targets)
             self.module.add_adapter(peft_config, adapter_name=ADAPTER)
             for p in self.module.parameters():
@@ -387,6 +390,8 @@ class DiffusersPolicy:
     @contextmanager
     def _adapter_off(self) -> Iterator[None]:
         trained = list(self.trainable().values())
+        if not trained:
+            raise RuntimeError("the adapter is off already: reference blocks cannot be nested")
         self.module.disable_adapters()
         try:
             yield
@@ -434,16 +439,21 @@ def load_pipeline(path: str | Path, torch_dtype: torch.dtype | str | None = None
                 "`pipe.save_pretrained(...)` or a model id."
             )
         for name, entry in json.loads(index_file.read_text()).items():
-            if not isinstance(entry, list):
+            if not isinstance(entry, list) or name in kwargs:
                 continue
             if entry == [None, None]:
-                kwargs.setdefault(name, None)
+                kwargs[name] = None
+            elif not (folder / name).is_dir():
+                raise FileNotFoundError(
+                    f"{index_file} lists {name}, and {folder} has no such folder: the download or copy is incomplete. "
+                    f"Fetch the folder again, or pass {name}=None to do without."
+                )
             elif (folder / name / "config.json").is_file() and not any((folder / name).glob("*.safetensors")):
                 raise FileNotFoundError(
                     f"{folder / name} has a config but no *.safetensors weights: the download or copy is incomplete. "
                     "Fetch the folder again, or save it with safe_serialization=True."
                 )
-    elif len(folder.parts) != 2:
+    elif len(folder.parts) != 2 or folder.is_absolute() or str(path).startswith((".", "~")):
         raise FileNotFoundError(
             f"no model folder {folder}. Pass an existing folder or a hub id such as "
             "'stabilityai/stable-diffusion-3.5-medium'."

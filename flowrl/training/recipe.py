@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -61,6 +62,11 @@ class ModelConfig:
             return self.path
         module, name, _ = _SHIPPED[self.path]
         return str(getattr(importlib.import_module(module), name))
+
+
+def is_model(name: str) -> bool:
+    """Whether this names a model: a folder, a shipped one, or what looks like a hub id."""
+    return name in _SHIPPED or Path(name).is_dir() or name.count("/") == 1
 
 
 @dataclass
@@ -244,7 +250,7 @@ def _switched(part: str, old: Any, name: str) -> Any:
     if not isinstance(old, dict):
         return {"name": name}
     classes = _PARTS[part]
-    before, after = classes.get(old.get("name", "")), classes.get(name)
+    before, after = classes.get(str(old.get("name"))), classes.get(name)
     if before is None or after is None:
         return {**old, "name": name}  # refused by name later
     was, has = _fields(before), _fields(after)
@@ -259,7 +265,7 @@ def _class_of(values: Any, where: str) -> type:
     name = values.get("name")
     if name is None:
         raise RecipeError(f"{where} has no `name`: one of {', '.join(classes)}")
-    if name not in classes:
+    if not isinstance(name, str) or name not in classes:
         raise RecipeError(f"unknown {where} {name!r}{recipes.nearest(str(name), classes)}")
     return classes[name]
 
@@ -411,14 +417,16 @@ def load_policy(
         init_lora_weights="gaussian" if lora.init == "gaussian" else True,
         target_modules=lora.target_modules,
     )
-    policy = DiffusersPolicy(
-        pipe,
-        config,
-        height=model.height,
-        width=model.width,
-        max_sequence_length=model.max_sequence_length,
-        negative_prompt=model.negative_prompt,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter is what we want
+        policy = DiffusersPolicy(
+            pipe,
+            config,
+            height=model.height,
+            width=model.width,
+            max_sequence_length=model.max_sequence_length,
+            negative_prompt=model.negative_prompt,
+        )
     if adapter and config is not None:
         # A fresh adapter is 0 and was made the only active one: have both, with the fresh one trained.
         policy.module.set_adapters(["loaded", ADAPTER])

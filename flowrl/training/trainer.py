@@ -321,6 +321,7 @@ class Trainer:
         sums: dict[str, Tensor] = {}
         extremes: dict[str, Tensor] = {}
         slices = plan.micro_batches
+        self.optimizer.zero_grad(set_to_none=True)  # an update that failed leaves its gradients behind
         for rows in slices:
             numbers = mine[rows]
             part = rollout.rows([index * plan.per_update + i for i in range(rows.start, rows.stop)])
@@ -580,6 +581,7 @@ class Trainer:
     @contextmanager
     def _interruptible(self, bar: tqdm) -> Iterator[None]:
         """The first Ctrl-C or SIGTERM ends the run after this iteration, with a checkpoint; the second at once."""
+        self._interrupted = False  # of an earlier call
 
         def handle(number: int, frame: Any) -> None:
             if self._interrupted:

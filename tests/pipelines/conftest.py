@@ -57,9 +57,7 @@ class Generator:
 
 
 @pytest.fixture(params=["sd3", "sd3-guided", "flux"])
-def generator(
-    request, make_sd3_policy, make_flux_policy, make_sd3_pipe, make_flux_pipe, _sd3_parts, _flux_parts
-):
+def generator(request, make_sd3_policy, make_flux_policy, make_sd3_pipe, make_flux_pipe, _sd3_parts, _flux_parts):
     if request.param == "flux":
         return Generator(make_flux_policy, make_flux_pipe, 3.5, _flux_parts["scheduler"].config)
     guidance = 4.5 if request.param == "sd3-guided" else 1.0
@@ -73,7 +71,7 @@ def peft(request):
 
 @pytest.fixture(scope="session")
 def outputs_of():
-    """(policy, sampler, rows, **kw) -> (rollout, velocities): what the network returned in each step, guided, float32."""
+    """(policy, sampler, rows, **kw) -> (rollout, velocities): the network's output in each step, guided, float32."""
 
     def run(generator, policy, rows, sampler=None, **kw):
         raw = []

@@ -41,9 +41,7 @@ def test_at_noise_zero_latents_and_images_are_the_stock_pipelines(
     policy, rows = perturb(generator.policy(peft)), make_rows()
     rollout = generator.sample(policy, rows, generator.sampler(kind, noise_level=0.0))
     assert torch.equal(rollout.latents, generator.stock(policy.pipe, rows))
-    assert torch.equal(
-        policy.decode(rollout.latents), generator.stock(policy.pipe, rows, output_type="pt").float()
-    )
+    assert torch.equal(policy.decode(rollout.latents), generator.stock(policy.pipe, rows, output_type="pt").float())
     assert rollout.log_prob.shape == (4, 0) and rollout.states.shape == (4, 0, *rollout.latents.shape[1:])
 
 
@@ -60,8 +58,10 @@ def test_at_noise_zero_bf16_is_the_stock_pipelines(generator, make_rows):
     assert torch.equal(rollout.latents, generator.stock(policy.pipe, rows))
 
 
-def test_stock_difference_is_zero(generator, peft, make_rows):
-    assert generator.policy(peft).stock_difference(*make_rows(), generator.sampler(), seed=1) == 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stock_difference_is_zero(generator, peft, dtype, make_rows):
+    # In half precision too: otherwise every bf16 run would fail its preflight.
+    assert generator.policy(peft, dtype=dtype).stock_difference(*make_rows(), generator.sampler(), seed=1) == 0
 
 
 def test_stock_difference_ignores_the_samplers_own_grid(generator, make_rows):
@@ -143,8 +143,7 @@ def test_ratio_is_one_to_rounding_for_other_micro_batches(generator, peft, size,
     rollout, sampler = generator.sample(policy, make_rows()), generator.sampler()
     for u in range(3):
         parts = [
-            policy.evaluate(rollout.rows(range(i, min(i + size, 4))), u, sampler).log_prob
-            for i in range(0, 4, size)
+            policy.evaluate(rollout.rows(range(i, min(i + size, 4))), u, sampler).log_prob for i in range(0, 4, size)
         ]
         torch.testing.assert_close(torch.cat(parts), rollout.log_prob[:, u], atol=1e-6, rtol=0)
 
@@ -178,9 +177,7 @@ def test_ratio_is_one_in_bf16_with_an_adapter(generator, perturb, make_rows):
     assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
     rollout = generator.sample(policy, make_rows())
     for u in range(3):
-        assert torch.equal(
-            policy.evaluate(rollout, u, generator.sampler()).log_prob, rollout.log_prob[:, u]
-        )
+        assert torch.equal(policy.evaluate(rollout, u, generator.sampler()).log_prob, rollout.log_prob[:, u])
 
 
 def test_gradients_do_not_change_what_is_computed(generator, peft, perturb, make_rows):

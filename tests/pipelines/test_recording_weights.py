@@ -211,9 +211,7 @@ def test_a_full_flux_policy_loads_as_a_pipeline(make_flux_policy, perturb, tmp_p
 def test_load_pipeline_knows_which_components_were_left_out(sd3_folder, make_sd3_pipe):
     pipe = load_pipeline(sd3_folder)
     assert type(pipe).__name__ == "StableDiffusion3Pipeline" and pipe.text_encoder_3 is None
-    assert same(
-        dict(pipe.transformer.named_parameters()), dict(make_sd3_pipe().transformer.named_parameters())
-    )
+    assert same(dict(pipe.transformer.named_parameters()), dict(make_sd3_pipe().transformer.named_parameters()))
     assert type(load_pipeline(str(sd3_folder))) is type(pipe)
 
 
@@ -249,6 +247,13 @@ def test_a_missing_component_folder_is_named(sd3_folder, tmp_path, component):
     shutil.rmtree(folder / component)
     with pytest.raises(FileNotFoundError, match=rf"{component}.*incomplete"):
         load_pipeline(folder)
+
+
+def test_a_component_that_is_replaced_need_not_be_there(sd3_folder, tmp_path):
+    shutil.copytree(sd3_folder, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "text_encoder")
+    pipe = load_pipeline(tmp_path / "copy", text_encoder=None)
+    assert pipe.text_encoder is None and pipe.text_encoder_2 is not None
 
 
 @pytest.mark.parametrize("path", ["nowhere", "/nowhere/at/all", "./one/two/three"])

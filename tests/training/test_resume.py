@@ -1,5 +1,6 @@
 """Exact resume: N + M iterations equal N, a new process's worth of fresh objects, and M more, bit for bit."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from flowrl.training import checkpoint
 
+JOB = Path(__file__).with_name("job.py")
 KINDS = [(o, p) for o in ("grpo", "nft") for p in (True, False)]
 kinds = pytest.mark.parametrize(("objective", "peft"), KINDS, ids=[f"{o}-{'lora' if p else 'full'}" for o, p in KINDS])
 
@@ -135,31 +137,25 @@ def test_history_and_best_survive(make_trainer, tmp_path):
 # ---------------------------------------------------------------------------------------------- real deaths
 
 
-def launch(folder, pipeline, objective, peft, iterations, *, resume="", die=None):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment.pop("DIE_IN_ITERATION", None)
-    if die is not None:
-        environment["DIE_IN_ITERATION"] = str(die)
-    job = Path(__file__).with_name("job.py")
-    return subprocess.run(
-        [sys.executable, str(job), str(folder), str(pipeline), objective, peft, str(iterations), resume],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture(scope="module")
+def job():
+    """job.py as a module: the same run inside this process."""
+    spec = importlib.util.spec_from_file_location("job", JOB)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
 
 
-def killed_and_resumed_equals_whole(tmp_path, sd3_folder, rows_of, identical, objective, peft):
-    killed = launch(tmp_path / "killed", sd3_folder, objective, peft, 5, die=3)
+def killed_and_resumed_equals_whole(tmp_path, sd3_folder, job, rows_of, identical, objective, peft):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DIE_IN_ITERATION": "3"}
+    command = [sys.executable, str(JOB), str(tmp_path / "killed"), str(sd3_folder), objective, peft, "5", ""]
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     root = tmp_path / "killed" / "checkpoints"
     assert [p.name for p in sorted(root.iterdir())] == ["iteration-000002"]
     assert [r["iteration"] for r in rows_of(tmp_path / "killed")] == [0, 1, 2]  # one is beyond the checkpoint
-    resumed = launch(tmp_path / "killed", sd3_folder, objective, peft, 5, resume="auto")
-    assert resumed.returncode == 0, resumed.stderr[-2000:]
-    whole = launch(tmp_path / "whole", sd3_folder, objective, peft, 5)
-    assert whole.returncode == 0, whole.stderr[-2000:]
+    job(str(tmp_path / "killed"), str(sd3_folder), objective, peft, "5", "auto")
+    job(str(tmp_path / "whole"), str(sd3_folder), objective, peft, "5", "")
 
     for name in ("model.safetensors", "copy-ema.safetensors"):
         one, two = (load_file(tmp_path / r / "checkpoints" / "iteration-000005" / name) for r in ("whole", "killed"))
@@ -174,14 +170,14 @@ def killed_and_resumed_equals_whole(tmp_path, sd3_folder, rows_of, identical, ob
         identical(x, y)
 
 
-def test_killed_between_checkpoints(tmp_path, sd3_folder, rows_of, identical):
-    killed_and_resumed_equals_whole(tmp_path, sd3_folder, rows_of, identical, "nft", "full")
+def test_killed_between_checkpoints(tmp_path, sd3_folder, job, rows_of, identical):
+    killed_and_resumed_equals_whole(tmp_path, sd3_folder, job, rows_of, identical, "nft", "full")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("objective", "peft"), [("grpo", "lora"), ("grpo", "full"), ("nft", "lora")])
-def test_killed_between_checkpoints_in_the_other_kinds(tmp_path, sd3_folder, rows_of, identical, objective, peft):
-    killed_and_resumed_equals_whole(tmp_path, sd3_folder, rows_of, identical, objective, peft)
+def test_killed_between_checkpoints_in_the_other_kinds(tmp_path, sd3_folder, job, rows_of, identical, objective, peft):
+    killed_and_resumed_equals_whole(tmp_path, sd3_folder, job, rows_of, identical, objective, peft)
 
 
 class Interrupting:
