@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 
@@ -33,7 +34,8 @@ class TrainingArguments:
         eval_images_per_prompt: samples per held-out prompt.
         save_every: iterations between checkpoints; 0 saves at the end only.
         keep_last, keep_best: how many recent and whether the best checkpoint stay.
-        log_with: accelerate trackers ("tensorboard", "wandb", "trackio"); metrics.jsonl is always written.
+        log_with: accelerate trackers ("tensorboard", "wandb", "trackio"); None takes TensorBoard where it is installed.
+            metrics.jsonl is always written.
         log_images_every: iterations between logged grids of training samples; 0 for none.
         monitor_samples: samples on which exact drift (KL per step to old and reference) is measured each iteration.
     """
@@ -66,7 +68,7 @@ class TrainingArguments:
     save_every: int = 50
     keep_last: int = 2
     keep_best: bool = True
-    log_with: tuple[str, ...] = ("tensorboard",)
+    log_with: tuple[str, ...] | None = None
     log_images_every: int = 25
     monitor_samples: int = 8
 
@@ -95,6 +97,6 @@ class TrainingArguments:
             raise ValueError("learning_rate and max_grad_norm must be positive")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must lie in [0, 1), not {self.ema_decay}")
-        if isinstance(self.log_with, str):
-            self.log_with = (self.log_with,)
-        self.log_with = tuple(self.log_with)
+        if self.log_with is None:
+            self.log_with = ("tensorboard",) if find_spec("tensorboard") else ()
+        self.log_with = (self.log_with,) if isinstance(self.log_with, str) else tuple(self.log_with)

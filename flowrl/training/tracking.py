@@ -84,4 +84,6 @@ class Tracking:
         return path
 
     def close(self) -> None:
-        self.accelerator.end_training()
+        # Not accelerator.end_training(): it ends the process group too, which saving or evaluating afterwards needs.
+        for tracker in self.accelerator.trackers:
+            tracker.finish()

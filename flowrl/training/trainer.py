@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from diffusers.optimization import get_scheduler
@@ -117,10 +120,19 @@ class Trainer:
             )
         check_trackers(args.log_with)
         self.output_dir = Path(args.output_dir)
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
         self.accelerator = Accelerator(
-            mixed_precision=args.mixed_precision, log_with=list(args.log_with) or None, project_dir=self.output_dir
+            cpu=launched > 1 and not torch.accelerator.is_available(),  # else accelerate ignores torchrun on CPU
+            mixed_precision=args.mixed_precision,
+            log_with=list(args.log_with) or None,
+            project_dir=self.output_dir,
         )
         world = self.accelerator.num_processes
+        if launched != world:
+            raise ValueError(
+                f"the launcher started {launched} processes and accelerate sees {world}: they would train apart. "
+                "Unset ACCELERATE_* variables, or start with torchrun."
+            )
         if args.processes is not None and args.processes != world:
             raise ValueError(
                 f"the run asks for {args.processes} process(es) and the launcher started {world}. "
@@ -479,19 +491,19 @@ class Trainer:
         a, acc = self.args, self.accelerator
         self._start(resume)
         tracking = Tracking(acc, self.output_dir, self._run_config(), self.iteration)
-        bar = tqdm(
+        began = time.perf_counter()
+        before = self._restore_evaluation("before")
+        if before is None and self.eval_prompts is not None:
+            before = self.evaluate()
+            self._publish(before, "before", tracking)
+        progress = tqdm(
             total=a.iterations,
             initial=self.iteration,
             desc="train",
             disable=not acc.is_main_process,
             dynamic_ncols=True,
         )
-        began = time.perf_counter()
-        before = self._restore_evaluation("before")
-        if before is None and self.eval_prompts is not None:
-            before = self.evaluate()
-            self._publish(before, "before", tracking)
-        with self._interruptible(bar):
+        with progress as bar, self._interruptible(bar):
             for iteration in range(self.iteration, a.iterations):
                 start = time.perf_counter()
                 phases = dict(self.seconds)
@@ -526,7 +538,6 @@ class Trainer:
                     self.save_checkpoint()
                 if stop:
                     break
-        bar.close()
         finished = self.iteration >= a.iterations
         after = None
         if finished:
@@ -562,6 +573,8 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.sampler.save_pretrained(self.output_dir / "sampler")
+            if self.recipe:
+                (self.output_dir / "recipe.yaml").write_text(yaml.safe_dump(self.recipe, sort_keys=False))
         self.accelerator.wait_for_everyone()
 
     def _references(self) -> tuple[str, ...]:
@@ -698,8 +711,8 @@ class Trainer:
         self.accelerator.print(
             f"{name} (iteration {result.iteration}): overall {result.overall:.3f} on {result.images} images"
         )
-        if name != "eval":
-            tracking.log(metrics, max(result.iteration - 1, 0))
+        if name != "eval":  # no row of their own in metrics.jsonl: they have NAME.json
+            self.accelerator.log(metrics, step=max(result.iteration - 1, 0))
         return metrics
 
     def _restore_evaluation(self, name: str) -> Evaluation | None:
@@ -783,6 +796,8 @@ class Trainer:
             "seconds": seconds,
             "phases": dict(self.seconds),
             "processes": self.accelerator.num_processes,
+            "device": str(self.accelerator.device),
+            "versions": {n: version(n) for n in ("flowrl-align", "torch", "diffusers", "transformers", "peft")},
         }
         if self.accelerator.is_main_process:
             (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

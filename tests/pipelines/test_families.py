@@ -64,12 +64,16 @@ def test_a_wrong_model_time_is_named(generator, entry, make_rows, wrong):
 
 
 def test_flux_rounds_its_time_in_half_precision(make_flux_policy, make_rows, entry):
-    # 1000 sigma rounded to bf16, then divided: what section 0.3 says breaks the ratio elsewhere.
-    policy = entry(make_flux_policy(dtype=torch.bfloat16), model_time=lambda sigma, dtype: sigma)
-    prompts, members = make_rows(1, 1)
+    # 1000 sigma rounded to bf16, then divided: at 10 steps this is not sigma rounded to bf16 (section 0.3).
+    policy = make_flux_policy(dtype=torch.bfloat16)
+    (prompts, members), key = make_rows(1, 1), {"seed": 0, "iteration": 0, "batch_size": 1}
     sampler = FlowSDE.from_config(policy.pipe.scheduler.config, steps=10)
+    rollout = policy.sample(prompts, members, sampler, **key)
+    for u in range(9):
+        assert torch.equal(policy.evaluate(rollout, u, sampler).log_prob, rollout.log_prob[:, u])
+    entry(policy, model_time=lambda sigma, dtype: sigma)
     with pytest.raises(RuntimeError, match="correct `model_time`"):
-        policy.sample(prompts, members, sampler, seed=0, iteration=0, batch_size=1)
+        policy.sample(prompts, members, sampler, **key)
 
 
 def test_true_guidance_of_flux_adds_calls_and_is_refused(make_flux_pipe, make_flux_policy, make_rows):

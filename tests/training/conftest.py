@@ -132,9 +132,7 @@ def state_of():
 def identical():
     def compare(a, b):
         assert a.keys() == b.keys()
-        different = [
-            k for k in a if not (torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k])
-        ]
+        different = [k for k in a if not (torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k])]
         assert not different, different
 
     return compare

@@ -13,9 +13,7 @@ LAYOUTS = [(8, 8, 1, 16), (8, 8, 4, 3), (4, 6, 2, 64), (2, 4, 2, 1), (12, 2, 3, 
 
 def plans(layout, worlds=(1, 2, 4)):
     prompts, group, updates, micro = layout
-    return [
-        BatchPlan(prompts, group, updates, w, micro) for w in worlds if prompts * group % (updates * w) == 0
-    ]
+    return [BatchPlan(prompts, group, updates, w, micro) for w in worlds if prompts * group % (updates * w) == 0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -36,9 +34,7 @@ def test_each_update_sees_the_same_samples_on_any_number_of_processes(layout, it
         n = plan.per_update
         sets.append(
             [
-                frozenset(
-                    s for r in range(plan.processes) for s in plan.rows(5, iteration, r)[u * n : (u + 1) * n]
-                )
+                frozenset(s for r in range(plan.processes) for s in plan.rows(5, iteration, r)[u * n : (u + 1) * n])
                 for u in range(plan.updates)
             ]
         )
@@ -73,7 +69,9 @@ def test_micro_batches_cover_the_share_in_order(per_update, micro, sizes):
     assert [i for s in slices for i in range(s.start, s.stop)] == list(range(per_update))
 
 
-@pytest.mark.parametrize(("prompts", "group", "updates", "world"), [(3, 5, 2, 1), (7, 3, 1, 4), (1, 2, 3, 5), (9, 24, 5, 3)])
+@pytest.mark.parametrize(
+    ("prompts", "group", "updates", "world"), [(3, 5, 2, 1), (7, 3, 1, 4), (1, 2, 3, 5), (9, 24, 5, 3)]
+)
 def test_a_plan_that_does_not_divide_is_refused_with_numbers_that_do(prompts, group, updates, world):
     with pytest.raises(ValueError, match="do not divide") as refusal:
         BatchPlan(prompts, group, updates, world, 4)

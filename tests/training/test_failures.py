@@ -222,15 +222,15 @@ def broken_loss(trainer, at, value=float("nan")):
 
 @pytest.mark.parametrize("objective", ["grpo", "nft"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_broken_loss_updates_nothing(
-    make_trainer, count_updates, state_of, identical, tmp_path, objective, value
-):
+def test_a_broken_loss_updates_nothing(make_trainer, count_updates, state_of, identical, tmp_path, objective, value):
     reference = make_trainer(tmp_path / "a", objective, iterations=1)
     reference.train()
     trainer = make_trainer(tmp_path / "b", objective, iterations=3, save_every=1)
     steps = count_updates(trainer)
     broken_loss(trainer, 1, value)
-    with pytest.raises(RuntimeError, match=r"non-finite.*iteration 1.*first bad tensor: gradient of .*Nothing was") as e:
+    with pytest.raises(
+        RuntimeError, match=r"non-finite.*iteration 1.*first bad tensor: gradient of .*Nothing was"
+    ) as e:
         trainer.train()
     # The name is that of the first parameter, in the network's order, whose gradient is broken.
     named = re.search(r"gradient of (\S+?)\.? Nothing", str(e.value))[1]

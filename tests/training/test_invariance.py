@@ -51,9 +51,7 @@ def test_the_gradient_does_not_depend_on_memory_settings(make_trainer, step, tmp
 
 
 @pytest.mark.parametrize("objective", ["grpo", "nft"])
-def test_weights_after_two_iterations_do_not_depend_on_memory_settings(
-    make_trainer, state_of, tmp_path, objective
-):
+def test_weights_after_two_iterations_do_not_depend_on_memory_settings(make_trainer, state_of, tmp_path, objective):
     """A large Adam epsilon keeps the steps proportional to the gradients, so that rounding stays rounding."""
 
     def run(micro, sample):

@@ -88,19 +88,15 @@ def test_the_logged_numbers_are_the_runs(make_trainer, tmp_path):
     assert [r["reward/mean"] for r in raw_rows(tmp_path)] == pytest.approx(seen, rel=1e-6)
 
 
-def test_evaluations_are_logged_beside_the_rows_and_never_twice(make_trainer, tmp_path):
-    def evaluations():
-        return [r for r in raw_rows(tmp_path) if "eval/overall" in r]
-
-    settings = {"eval_prompts": HELD_OUT, "iterations": 4, "eval_every": 2}
-    make_trainer(tmp_path, **settings | {"iterations": 2}).train()
+def test_evaluations_add_no_rows_and_nothing_is_logged_twice(make_trainer, tmp_path):
+    settings = {"eval_prompts": HELD_OUT, "iterations": 4, "eval_every": 2, "save_every": 1}
+    make_trainer(tmp_path, **settings | {"iterations": 3}).train()
     make_trainer(tmp_path, **settings).train(resume="auto")
     make_trainer(tmp_path, **settings).train(resume="auto")  # nothing left to do
-    training = [r["iteration"] for r in raw_rows(tmp_path) if "reward/mean" in r]
-    assert training == [0, 1, 2, 3]
-    keys = [(r["iteration"], r["eval/overall"]) for r in evaluations()]
-    assert len(keys) == len(set(keys)), keys
-    assert all({"eval/task/x", "eval/task/y", "eval/reward/brightness"} <= r.keys() for r in evaluations())
+    rows = raw_rows(tmp_path)
+    assert [r["iteration"] for r in rows] == [0, 1, 2, 3]
+    assert ["eval/overall" in r for r in rows] == [False, True, False, False]
+    assert rows[1].keys() >= {"eval/task/x", "eval/task/y", "eval/reward/brightness"}
 
 
 def test_files_of_an_evaluated_run(make_trainer, tmp_path):
@@ -180,11 +176,10 @@ def test_final_loads_in_stock_diffusers_and_makes_the_evaluated_images(
 
     if peft:
         pipe = make_sd3_pipe()
-        pipe.load_lora_weights(
-            tmp_path / "final", weight_name="pytorch_lora_weights.safetensors", use_safetensors=True
-        )
+        pipe.load_lora_weights(tmp_path / "final", weight_name="pytorch_lora_weights.safetensors", use_safetensors=True)
     else:
-        pipe = StableDiffusion3Pipeline.from_pretrained(tmp_path / "final")
+        # The tiny model has no T5; stock diffusers wants to be told so.
+        pipe = StableDiffusion3Pipeline.from_pretrained(tmp_path / "final", text_encoder_3=None, tokenizer_3=None)
     pipe.set_progress_bar_config(disable=True)
     images = pipe(
         prompts,
@@ -193,7 +188,7 @@ def test_final_loads_in_stock_diffusers_and_makes_the_evaluated_images(
         guidance_scale=1.0,
         height=16,
         width=16,
-        max_sequence_length=10,
+        **trainer.policy.options,
         output_type="pt",
     ).images
     torch.testing.assert_close(images, shown.grid, rtol=0, atol=1e-5)
@@ -212,14 +207,16 @@ def test_without_an_average_the_policy_is_saved(make_trainer, tmp_path):
         assert torch.equal(value, live[name.removeprefix("transformer.")]), name
 
 
-def test_saving_and_evaluating_after_training(make_trainer, tmp_path):
+def test_saving_and_evaluating_after_training(make_trainer, identical, tmp_path):
     """The README's order: train, then save elsewhere, then look."""
+    from safetensors.torch import load_file
+
     trainer = make_trainer(tmp_path / "run", eval_prompts=["red"], iterations=1)
     trainer.train()
     trainer.save_pretrained(tmp_path / "out")
     assert trainer.evaluate().images == 1
-    final = (tmp_path / "run" / "final" / "pytorch_lora_weights.safetensors").read_bytes()
-    assert (tmp_path / "out" / "pytorch_lora_weights.safetensors").read_bytes() == final
+    one, two = (load_file(tmp_path / f / "pytorch_lora_weights.safetensors") for f in ("run/final", "out"))
+    identical(one, two)
 
 
 # --------------------------------------------------------------------------------------- kinds of rewards

@@ -112,9 +112,7 @@ def test_backward_across_a_swap_raises_on_a_real_pipeline(make_sd3_policy, pertu
 
     policy = perturb(make_sd3_policy(peft))
     give_copies(policy, "old")
-    rollout = policy.sample(
-        *make_rows(1, 2), FlowSDE(steps=3), seed=0, iteration=0, batch_size=2
-    )
+    rollout = policy.sample(*make_rows(1, 2), FlowSDE(steps=3), seed=0, iteration=0, batch_size=2)
     before = policy.evaluate(rollout, 0, FlowSDE(steps=3)).log_prob.sum()
     with policy.use("old"):
         pass
