@@ -18,10 +18,14 @@ Weights = Literal["policy", "reference", "old", "ema"]
 
 @dataclass
 class Transition:
-    """One step of the policy scored again: `distribution` over the next state and `log_prob [b]` of the action."""
+    """One step of the policy scored again."""
 
     distribution: Gaussian
+    """Over the next state."""
     log_prob: Tensor
+    """`[b]`, of the recorded action."""
+    velocity: Tensor
+    """`[b, ...]`, the network's guided output, float32."""
 
 
 class Policy(Protocol):

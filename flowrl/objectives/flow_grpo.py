@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from flowrl.core import AdvOut, Algorithm, Batch
-from flowrl.distributions import Gaussian
 from flowrl.objectives.base import Micro, Objective
-from flowrl.policy import Policy
+from flowrl.policy import Policy, Transition
 from flowrl.rollout import Rollout
 from flowrl.samplers.flow import CPS, FlowSampler
 
-KLForm = Literal["flow_grpo", "exact_mean", "exact_sum"]
+KLForm = Literal["flow_grpo", "exact_mean", "exact_sum", "v_mse"]
 
 
 def transition_kl(
-    policy: Gaussian, reference: Gaussian, form: KLForm, sampler: FlowSampler, step_length: float
+    policy: Transition, reference: Transition, form: KLForm, sampler: FlowSampler, step_length: float
 ) -> Tensor:
     """KL of one transition to the reference, `[b]`; gradient through `policy`.
 
@@ -28,10 +27,13 @@ def transition_kl(
     exact_mean  the same averaged over the d latent elements
     flow_grpo   exact_mean x D, i.e. mean (mu - mu_ref)^2 / (2 sigma_t^2): the released form, for which the published
                 beta hold. CPS has no sigma_t; there the released code uses exact_mean.
+    v_mse       mean (v - v_ref)^2, the KL without its step-dependent factor
     """
+    if form == "v_mse":
+        return (policy.velocity - reference.velocity).pow(2).flatten(1).mean(1)
     if form == "exact_sum":
-        return policy.kl(reference, reduce="sum")
-    kl = policy.kl(reference, reduce="mean")
+        return policy.distribution.kl(reference.distribution, reduce="sum")
+    kl = policy.distribution.kl(reference.distribution, reduce="mean")
     return kl * step_length if form == "flow_grpo" and not isinstance(sampler, CPS) else kl
 
 
@@ -61,8 +63,8 @@ class FlowGRPO(Objective):
     def __post_init__(self) -> None:
         if self.clip_range <= 0 or self.kl < 0 or self.adv_clip_max <= 0:
             raise ValueError("clip_range and adv_clip_max must be positive, kl not negative")
-        if self.kl_form not in ("flow_grpo", "exact_mean", "exact_sum"):
-            raise ValueError(f"unknown kl_form {self.kl_form!r}: one of 'flow_grpo', 'exact_mean', 'exact_sum'")
+        if self.kl_form not in get_args(KLForm):
+            raise ValueError(f"unknown kl_form {self.kl_form!r}: one of {', '.join(get_args(KLForm))}")
         self.algorithm = Algorithm(
             "flow_grpo",
             clip_lo=self.clip_range,
@@ -87,13 +89,13 @@ class FlowGRPO(Objective):
         reference = None
         if self.kl > 0:  # before the pass with gradients: no weights may change between it and its backward
             with torch.no_grad(), policy.use("reference"):
-                reference = policy.evaluate(rollout, u, sampler).distribution
+                reference = policy.evaluate(rollout, u, sampler)
         transition = policy.evaluate(rollout, u, sampler)
         token_kl = None
         if reference is not None:
             step = rollout.plan.trained_steps[u]
             length = float(rollout.sigmas[step] - rollout.sigmas[step + 1])
-            token_kl = transition_kl(transition.distribution, reference, self.kl_form, sampler, length)
+            token_kl = transition_kl(transition, reference, self.kl_form, sampler, length)
         batch = replace(
             micro.batch,
             logp=transition.log_prob[:, None],

@@ -357,7 +357,7 @@ class DiffusersPolicy:
         x = rollout.states[:, unit]
         v = self.velocity(x, rollout.sigmas[step], rollout)
         distribution = sampler.transition(x, v, rollout.sigmas, step)
-        return Transition(distribution, sampler.log_prob(distribution, rollout.actions[:, unit]))
+        return Transition(distribution, sampler.log_prob(distribution, rollout.actions[:, unit]), v)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class LinearPolicy:
         x = rollout.states[:, unit]
         v = self.velocity(x, rollout.sigmas[step], rollout)
         distribution = sampler.transition(x, v, rollout.sigmas, step)
-        return Transition(distribution, sampler.log_prob(distribution, rollout.actions[:, unit]))
+        return Transition(distribution, sampler.log_prob(distribution, rollout.actions[:, unit]), v)
 
     @contextmanager
     def use(self, weights):

@@ -12,12 +12,18 @@ from flowrl.core import AdvOut, Batch
 from flowrl.distributions import Gaussian
 from flowrl.objectives import Micro
 from flowrl.objectives.flow_grpo import transition_kl
+from flowrl.policy import Transition
 from flowrl.samplers import Explicit
 
 A_NOISE = 0.7
 GRID = (1.0, 0.8, 0.55, 0.25, 0.0)
 REWARDS = (1.0, 2.0, 5.0, 0.0, 0.3, 0.9)
-FORMS = ["flow_grpo", "exact_mean", "exact_sum"]
+FORMS = ["flow_grpo", "exact_mean", "exact_sum", "v_mse"]
+
+
+def scored(distribution, velocity):
+    """A transition without an action."""
+    return Transition(distribution, torch.zeros(len(velocity)), velocity)
 
 
 def step_of(i, grid=GRID, a=A_NOISE):
@@ -56,6 +62,7 @@ def written_out(velocity, reference, rollout, adv, *, clip, kl=0.0, form="flow_g
                 "flow_grpo": gap.mean(1) / (2 * sigma2),
                 "exact_mean": gap.mean(1) / (2 * std**2),
                 "exact_sum": gap.sum(1) / (2 * std**2),
+                "v_mse": gap.mean(1) / C**2,
             }[form]
         loss = loss + (pg + kl * penalty).sum() / (len(x) * units)
     return loss
@@ -229,9 +236,10 @@ def test_kl_forms_of_flow_sde(sde, step):  # 0.5, 1.1, 1.2, 10.7
     grid = sigmas.double().tolist()
     _, C, std, sigma2, D = step_of(step, grid)
     policy, reference = (sde.transition(x, u, sigmas, step) for u in (v, v_ref))
-    mean, total, released = (
-        transition_kl(policy, reference, f, sde, D) for f in ("exact_mean", "exact_sum", "flow_grpo")
+    released, mean, total, v_mse = (
+        transition_kl(scored(policy, v), scored(reference, v_ref), f, sde, D) for f in FORMS
     )
+    torch.testing.assert_close(v_mse, ((v - v_ref) ** 2).mean(1), rtol=1e-12, atol=0)
     oracle = kl_divergence(Normal(policy.mean, std), Normal(reference.mean, std)).sum(1)
     torch.testing.assert_close(total, oracle, rtol=1e-10, atol=0)
     torch.testing.assert_close(total, C**2 * ((v - v_ref) ** 2).sum(1) / (2 * std**2), rtol=1e-10, atol=0)
@@ -249,7 +257,7 @@ def test_kl_forms_of_the_other_kernels():
     def forms(sampler):
         a, b = (sampler.transition(x, u, sampler.sigmas(), 1) for u in (v, v_ref))
         gap = ((a.mean - b.mean) ** 2).mean(1)
-        return gap, [transition_kl(a, b, f, sampler, D) for f in FORMS]
+        return gap, [transition_kl(scored(a, v), scored(b, v_ref), f, sampler, D) for f in FORMS[:3]]
 
     gap, (released, mean, total) = forms(DanceSDE(steps=4, schedule=grid, noise_level=0.4))
     torch.testing.assert_close(released, gap / (2 * 0.4**2), rtol=1e-10, atol=0)
@@ -264,7 +272,8 @@ def test_kl_gradient_flows_through_the_policy_only():
     mean = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     other = torch.zeros(2, 3, dtype=torch.float64)
     for form in FORMS:
-        kl = transition_kl(Gaussian(mean, 0.5), Gaussian(other, 0.5), form, FlowSDE(), 0.1)
+        policy, reference = (scored(Gaussian(m, 0.5), m) for m in (mean, other))
+        kl = transition_kl(policy, reference, form, FlowSDE(), 0.1)
         assert torch.autograd.grad(kl.sum(), mean)[0].abs().min() > 0
 
 

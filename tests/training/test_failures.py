@@ -103,15 +103,16 @@ def test_a_failing_reward_in_the_first_iteration_leaves_no_checkpoint(make_train
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "final").exists()
 
 
-def test_a_reward_that_fails_in_an_evaluation_restores_the_weights(make_trainer, state_of, identical, tmp_path):
-    trainer = make_trainer(tmp_path, rewards=Failing(raises, at=4), eval_prompts=["red"], iterations=2)
-    trainer.train_error = None
-    with pytest.raises(RewardError):
-        trainer.train()  # calls: before, 0, 1, after ... the fifth never comes
-        trainer.evaluate()
+@pytest.mark.parametrize("peft", [True, False])
+def test_a_reward_that_fails_in_an_evaluation_restores_the_weights(make_trainer, state_of, identical, tmp_path, peft):
+    trainer = make_trainer(tmp_path, peft=peft, rewards=Failing(raises, at=4), eval_prompts=["red"], iterations=2)
+    trainer.train()  # scores four times: before, twice in training, after
     before = state_of(trainer)
-    trainer.evaluate(weights="policy")
+    with pytest.raises(RewardError, match="the judge is away"):
+        trainer.evaluate(weights="reference")
     identical(before, state_of(trainer))
+    assert all(p.requires_grad for p in trainer.policy.trainable().values())
+    assert trainer.evaluate(weights="reference").images == 1
 
 
 # ------------------------------------------------------------------------------- refused before any work

@@ -161,7 +161,7 @@ def test_a_group_without_spread_beside_one_with(make_trainer, tmp_path):
 
     trainer = make_trainer(tmp_path, rewards=half)
     first = trainer.prompts.draw(3, 0, 2)[0].text
-    rollout, batch, advantage, metrics = trainer.rollout(0)
+    _, batch, advantage, metrics = trainer.rollout(0)
     flat = batch.group_id == next(p.index for p in trainer.prompts if p.text == first)
     assert flat.sum() == 4
     assert (advantage.adv[flat] == 0).all() and (advantage.adv[~flat] != 0).all()
@@ -213,7 +213,7 @@ def test_invalid_rows_get_no_gradient(make_trainer, step, tmp_path, objective, m
 
         return change
 
-    metrics, expected = run()
+    _, expected = run()
     _, spoiled = run(spoil(rows))
     assert any(g.abs().max() > 0 for g in expected.values())
     for name, g in expected.items():
@@ -225,7 +225,7 @@ def test_invalid_rows_get_no_gradient(make_trainer, step, tmp_path, objective, m
 
 def test_invalid_rows_leave_the_statistics(make_trainer, tmp_path):
     trainer = make_trainer(tmp_path, rewards=PartlyInvalid([0, 2]))
-    rollout, batch, advantage, metrics = trainer.rollout(0)
+    _, batch, advantage, metrics = trainer.rollout(0)
     assert batch.valid.sum() == 6 and metrics["reward/invalid_share"] == 0.25
     assert (advantage.adv[~batch.valid] == 0).all()
     assert metrics["reward/mean"] == pytest.approx(batch.reward[batch.valid].mean().item())

@@ -144,9 +144,10 @@ def test_drift_is_zero_before_any_update(rolled):
 
 
 def test_drift_to_the_reference_is_zero_at_the_adapters_start(make_sd3_policy, make_rows):
+    from peft import LoraConfig
+
     from flowrl import FlowSDE
     from flowrl.samplers.schedules import SingleShift
-    from peft import LoraConfig
 
     policy = make_sd3_policy(LoraConfig(r=4, lora_alpha=8))  # B = 0
     sampler = FlowSDE(steps=3, schedule=SingleShift(1.5))

@@ -109,7 +109,7 @@ def test_a_broken_line_is_named_with_its_file(tmp_path, line, reason):
 
 
 def test_a_broken_entry_of_a_list_is_named_by_its_place():
-    with pytest.raises(ValueError, match="prompt 2.*'dog'"):
+    with pytest.raises(ValueError, match=r"prompt 2.*'dog'"):
         PromptSet(["a", "b", {"text": "dog"}])
 
 
@@ -162,7 +162,7 @@ def test_draws_are_distinct_and_a_function_of_seed_and_iteration(many):
 
 def test_a_draw_may_take_everything_and_nothing_more(many):
     assert {p.index for p in many.draw(0, 0, 50)} == set(range(50))
-    with pytest.raises(ValueError, match="51 distinct prompts.*50"):
+    with pytest.raises(ValueError, match=r"51 distinct prompts.*50"):
         many.draw(0, 0, 51)
 
 

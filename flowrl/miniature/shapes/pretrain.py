@@ -296,11 +296,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write")
     parser.add_argument("--scenes", type=int, default=100_000)
     parser.add_argument("--vae-steps", type=int, default=5_000)
-    parser.add_argument("--flow-steps", type=int, default=10_000)
+    parser.add_argument(
+        "--flow-steps",
+        type=int,
+        nargs="+",
+        default=[7_000, 6_000],
+        help="steps of each cosine cycle; a cycle starts from the averaged weights of the one before",
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--vae", type=Path, help="take a trained autoencoder from this folder")
+    parser.add_argument("--start", type=Path, help="go on from this pipeline, whose first cycle is done")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -327,7 +334,16 @@ def main() -> None:
     )
     count = sum(p.numel() for p in pipe.transformer.parameters())
     print(f"transformer {count / 1e6:.2f} M, vae {sum(p.numel() for p in vae.parameters()) / 1e6:.2f} M parameters")
-    train_flow(pipe, latents_of(vae, images), captions, args.flow_steps, args.batch, args.seed + 2, args.output)
+    torch.manual_seed(args.seed + 2)
+    latents = latents_of(vae, images)
+    done = 0
+    if args.start:
+        done = 1
+        for name in ("transformer", "text_encoder", "text_encoder_2"):
+            part = getattr(pipe, name)
+            part.load_state_dict(type(part).from_pretrained(args.start / name).state_dict())
+    for cycle, steps in enumerate(args.flow_steps[done:], done):
+        train_flow(pipe, latents, captions, steps, args.batch, args.seed + 3 + cycle, args.output)
     pipe.save_pretrained(args.output, safe_serialization=True)
     (args.output / "pretrain.json").write_text(
         json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}, indent=2) + "\n"
