@@ -27,9 +27,7 @@ def test_batches_are_stacked_samples_in_any_order_and_composition():
     assert batch.shape == (4, 4, 8, 8) and batch.dtype == torch.float32
     torch.randn(100)  # the global generator plays no part
     order = [2, 0, 3, 1]
-    shuffled = noise.batch_normal(
-        (4, 8, 8), 1, 2, [prompts[i] for i in order], [members[i] for i in order], 3
-    )
+    shuffled = noise.batch_normal((4, 8, 8), 1, 2, [prompts[i] for i in order], [members[i] for i in order], 3)
     assert torch.equal(shuffled, batch[order])
     for i, (prompt, member) in enumerate(zip(prompts, members, strict=True)):
         alone = noise.normal((4, 8, 8), seed=1, iteration=2, prompt=prompt, member=member, step=3)
@@ -38,9 +36,7 @@ def test_batches_are_stacked_samples_in_any_order_and_composition():
 
 def test_batch_is_drawn_in_float32_then_cast():
     batch = noise.batch_normal((16,), 1, 2, [0, 1], [0, 0], 3)
-    cast = noise.batch_normal(
-        (16,), 1, 2, torch.tensor([0, 1]), [0, 0], 3, device="cpu", dtype=torch.bfloat16
-    )
+    cast = noise.batch_normal((16,), 1, 2, torch.tensor([0, 1]), [0, 0], 3, device="cpu", dtype=torch.bfloat16)
     assert torch.equal(cast, batch.bfloat16())
 
 
@@ -58,8 +54,7 @@ def test_every_index_matters():
         assert not torch.equal(noise.normal((32,), **KEYS | {name: KEYS[name] + 1}), base)
     grid = itertools.product(range(2), range(3), range(5), range(6), range(-1, 5))
     draws = {
-        noise.normal((4,), seed=s, iteration=i, prompt=p, member=m, step=t).numpy().tobytes()
-        for s, i, p, m, t in grid
+        noise.normal((4,), seed=s, iteration=i, prompt=p, member=m, step=t).numpy().tobytes() for s, i, p, m, t in grid
     }
     assert len(draws) == 2 * 3 * 5 * 6 * 6
 

@@ -9,7 +9,7 @@ guidance. The same arguments with another x and sigma give the velocity that for
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowrl import noise
@@ -121,6 +122,7 @@ class DiffusersPolicy:
                 self.peft_config = peft_config = copy(peft_config)
                 peft_config.target_modules = list(self.family.lora_targets)
             self.module.add_adapter(peft_config, adapter_name=ADAPTER)
+            self.module.eval()  # the new layers too: their dropout would break the ratio
             for p in self.module.parameters():
                 if p.requires_grad:
                     p.data = p.data.float()
@@ -141,11 +143,9 @@ class DiffusersPolicy:
         """The pipeline's own `encode_prompt`, one row per entry, cached by text."""
         guided = self.family.doubled_guidance and guidance_scale > 1
         missing = list(dict.fromkeys(p.text for p in prompts if (p.text, guided) not in self._cache))
-        for start in range(0, len(missing), 32):
-            texts = missing[start : start + 32]
-            arguments = self.family.encode(self.pipe, texts, self.negative_prompt if guided else None, self.options)
-            for i, text in enumerate(texts):
-                self._cache[text, guided] = {k: v[i] for k, v in arguments.items()}
+        for text in missing:  # one at a time: in a batch the last bits depend on the company
+            arguments = self.family.encode(self.pipe, [text], self.negative_prompt if guided else None, self.options)
+            self._cache[text, guided] = {k: v[0] for k, v in arguments.items()}
         rows = [self._cache[p.text, guided] for p in prompts]
         return Conditioning({k: torch.stack([r[k] for r in rows]) for k in rows[0]})
 
@@ -401,21 +401,38 @@ class DiffusersPolicy:
                 p.requires_grad_(True)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write an adapter that `pipe.load_lora_weights(directory)` loads, or a whole pipeline folder."""
+        """Write an adapter that `pipe.load_lora_weights(directory)` loads, or a whole pipeline folder.
+
+        Raises:
+            RuntimeError: what lies on disk afterwards is not what the policy holds.
+        """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if self.peft_config is None:
             self.pipe.save_pretrained(directory, safe_serialization=True)
+            _verify(directory / "transformer", self.module.state_dict())
             return
         from peft.utils import get_peft_model_state_dict
 
+        layers = get_peft_model_state_dict(self.module, adapter_name=ADAPTER)
         # Without the metadata diffusers forgets lora_alpha and the reloaded policy is another one.
         metadata = json.loads(json.dumps(self.peft_config.to_dict(), default=_jsonable))
         type(self.pipe).save_lora_weights(
             directory,
-            transformer_lora_layers=get_peft_model_state_dict(self.module, adapter_name=ADAPTER),
+            transformer_lora_layers=layers,
             transformer_lora_adapter_metadata=metadata,
         )
+        _verify(directory, {f"transformer.{k}": v for k, v in layers.items()})
+
+
+def _verify(directory: Path, live: Mapping[str, Tensor]) -> None:
+    """Compare the safetensors in a folder with the weights in memory, bit for bit."""
+    saved: dict[str, Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        saved |= load_file(path)
+    wrong = [k for k in live if k not in saved or not torch.equal(saved[k], live[k].cpu())]
+    if wrong:
+        raise RuntimeError(f"{directory} does not hold the weights that were saved ({len(wrong)} differ: {wrong[:3]})")
 
 
 def _jsonable(value: Any) -> Any:

@@ -118,13 +118,14 @@ class Trainer:
             raise ValueError(
                 f"prompts_per_iteration is {args.prompts_per_iteration}, but there are only {len(self.prompts)} prompts"
             )
-        check_trackers(args.log_with)
+        trackers = tuple(args.log_with or ())
+        check_trackers(trackers)
         self.output_dir = Path(args.output_dir)
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         self.accelerator = Accelerator(
             cpu=launched > 1 and not torch.accelerator.is_available(),  # else accelerate ignores torchrun on CPU
             mixed_precision=args.mixed_precision,
-            log_with=list(args.log_with) or None,
+            log_with=list(trackers) or None,
             project_dir=self.output_dir,
         )
         world = self.accelerator.num_processes
@@ -503,13 +504,14 @@ class Trainer:
             disable=not acc.is_main_process,
             dynamic_ncols=True,
         )
+        first = self.iteration
         with progress as bar, self._interruptible(bar):
-            for iteration in range(self.iteration, a.iterations):
+            for iteration in range(first, a.iterations):
                 start = time.perf_counter()
                 phases = dict(self.seconds)
                 rollout, batch, advantage, metrics = self.rollout(iteration)
-                if iteration == 0 or iteration == self.iteration:
-                    metrics["ratio_check"] = self.check_ratio(rollout)
+                if iteration == first:
+                    self.check_ratio(rollout)
                 with self._timed("update"):
                     # Each update's metrics; their mean is logged, the last one's is what controllers read.
                     stats = [
@@ -521,6 +523,7 @@ class Trainer:
                         part = rollout.rows(range(min(a.monitor_samples, len(rollout))))
                         metrics |= monitors.drift(self.policy, self.sampler, part, "reference" in self._references())
                 metrics |= {f"train/{k}": sum(s[k] for s in stats) / len(stats) for k in stats[0]}
+                metrics["ratio_check"] = stats[0].get("log_ratio_max", 0.0)  # nothing had moved yet
                 self.iteration = iteration + 1
                 elapsed = time.perf_counter() - start
                 metrics |= {f"time/{k}": v - phases.get(k, 0.0) for k, v in self.seconds.items()}
@@ -539,8 +542,8 @@ class Trainer:
                 if stop:
                     break
         finished = self.iteration >= a.iterations
-        after = None
-        if finished:
+        after = self._restore_evaluation("after") if finished else None
+        if finished and after is None:
             if self.eval_prompts is not None:
                 after = self.evaluate()
                 self._publish(after, "after", tracking)
@@ -716,9 +719,9 @@ class Trainer:
         return metrics
 
     def _restore_evaluation(self, name: str) -> Evaluation | None:
-        """An evaluation of this run made before it was resumed."""
+        """An evaluation of this run made before it was resumed; an "after" of a shorter run is not it."""
         for entry in self.history:
-            if entry["name"] == name:
+            if entry["name"] == name and (name == "before" or entry["iteration"] == self.args.iterations):
                 fields = {k: v for k, v in entry.items() if k != "name"}
                 return Evaluation(**fields, grid=torch.zeros(0))
         return None

@@ -108,9 +108,7 @@ def test_constant_channels_give_zero_and_invalid_rows_do_not_leak(mode):
     x = torch.rand(5, 2, generator=torch.Generator().manual_seed(1)).double()
     valid = torch.tensor([True] * 4 + [False])
     part = combine_channels(x[:4], tensor(1, 2), mode, ONE)
-    out = combine_channels(
-        torch.where(valid[:, None], x, torch.nan), tensor(1, 2), mode, torch.zeros(5).long(), valid
-    )
+    out = combine_channels(torch.where(valid[:, None], x, torch.nan), tensor(1, 2), mode, torch.zeros(5).long(), valid)
     torch.testing.assert_close(out[:4], part)
     assert out[4] == 0
 

@@ -19,9 +19,7 @@ def test_aggregations(name, expected):
 
     batch = Batch(mask=MASK, reward=torch.zeros(2), group_id=torch.zeros(2).long())
     assert lookup("aggregate", name)(X, MASK, MASK, X, batch, cfg).item() == pytest.approx(expected)
-    half = Batch(
-        mask=MASK, reward=torch.zeros(2), group_id=torch.zeros(2).long(), totals=Totals(4, 6, tensor(4, 2))
-    )
+    half = Batch(mask=MASK, reward=torch.zeros(2), group_id=torch.zeros(2).long(), totals=Totals(4, 6, tensor(4, 2)))
     halved = {"seq_mean_token_mean": (3 / 4 + 4 / 2) / 4}.get(name, expected / 2)
     assert lookup("aggregate", name)(X, MASK, MASK, X, half, cfg).item() == pytest.approx(halved)
     empty = torch.zeros_like(MASK)

@@ -342,9 +342,7 @@ def test_a_number_in_an_invalid_row_is_not_used(images):
 
 def test_too_many_invalid(images):
     assert RewardSet(invalid_rows(0, 1)).score(images, PROMPTS).valid.sum() == 2  # exactly half is allowed
-    with pytest.raises(
-        RewardError, match=r"'flaky': 3 of 4 .*max_invalid_share=0.5. Reasons: timeout\. "
-    ) as caught:
+    with pytest.raises(RewardError, match=r"'flaky': 3 of 4 .*max_invalid_share=0.5. Reasons: timeout\. ") as caught:
         RewardSet([ones, invalid_rows(0, 1, 3)]).score(images, PROMPTS)
     assert caught.value.rows == [0, 1, 3]
     with pytest.raises(RewardError, match=r"2 of 4 .*4 by all rewards together"):
@@ -397,9 +395,7 @@ def test_sync_and_async_together(images):
             await asyncio.sleep(0.05)
             return torch.full((len(prompts),), 3.0)
 
-    rewards = RewardSet(
-        {brightness: 1.0, slow_index: 2.0, Client(): 1.0, (lambda i, p: slow_index(i, p)): 1.0}
-    )
+    rewards = RewardSet({brightness: 1.0, slow_index: 2.0, Client(): 1.0, (lambda i, p: slow_index(i, p)): 1.0})
     scores = rewards.score(images, PROMPTS)
     assert torch.allclose(scores.total, images.mean((1, 2, 3)) + 3 * torch.arange(4.0) + 3)
     assert list(scores.parts)[:3] == ["brightness", "slow_index", "Client"]
@@ -495,10 +491,7 @@ def test_gate_spends_the_inner_reward_only_where_open(images):
 
 def test_gate_vetoes_whatever_the_weights_and_keeps_validity(images):
     huge = {ones: 1e6, brightness: 1e6}
-    assert (
-        RewardSet(gate(lambda i, p: [0] * len(p), huge, -5.0)).score(images, PROMPTS).total.tolist()
-        == [-5.0] * N
-    )
+    assert RewardSet(gate(lambda i, p: [0] * len(p), huge, -5.0)).score(images, PROMPTS).total.tolist() == [-5.0] * N
     scores = RewardSet(gate(invalid_rows(3), invalid_rows(0))).score(images, PROMPTS)
     # row 0 is shut; row 1 is the first that passes, which the inner reward cannot score; row 3: no condition
     assert scores.valid.tolist() == [True, False, True, False]

@@ -37,9 +37,7 @@ def spec(tag="two_object", include=(("cat", 1),), exclude=()):
     def clauses(given):
         return [clause(*c[:2], **(c[2] if len(c) > 2 else {})) for c in given]
 
-    return parse_metadata(
-        {"tag": tag, "prompt": "p", "include": clauses(include), "exclude": clauses(exclude)}
-    )
+    return parse_metadata({"tag": tag, "prompt": "p", "include": clauses(include), "exclude": clauses(exclude)})
 
 
 def judge(metadata, detections, colors=None, **more):
@@ -275,9 +273,7 @@ def test_load_prompts(tmp_path):
     path.write_text("\n".join(json.dumps(p) for p in some) + "\n\n")
     assert load_prompts(path) == some
     path.write_text(json.dumps(some[0]) + '\n\n{"tag": "colour"}\n')
-    with pytest.raises(
-        ValueError, match=r"prompts.jsonl:3: bad GenEval prompt: unknown tag 'colour'; did you mean"
-    ):
+    with pytest.raises(ValueError, match=r"prompts.jsonl:3: bad GenEval prompt: unknown tag 'colour'; did you mean"):
         load_prompts(path)
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no prompts"):
@@ -340,9 +336,7 @@ def test_absent_fields_may_be_none_and_other_keys_stay():
 
 
 def test_summary():
-    table = summarise(
-        ["counting"] * 4 + ["colors"] * 2, [True, False, False, False, True, True], [0, 0, 1, 1, 2, 2]
-    )
+    table = summarise(["counting"] * 4 + ["colors"] * 2, [True, False, False, False, True, True], [0, 0, 1, 1, 2, 2])
     assert table == {
         "tasks": {"counting": 0.25, "colors": 1.0},
         "overall": 0.625,
@@ -392,9 +386,7 @@ def test_hsv_names_the_ten_colours(color):
     assert HSVColors()(image, [Detection(0, 1.0, (0, 0, 128, 128), mask)], "square") == [color]
 
 
-@pytest.mark.parametrize(
-    ("rgb", "color"), [((255, 105, 180), "pink"), ((165, 42, 42), "brown"), ((139, 0, 0), "red")]
-)
+@pytest.mark.parametrize(("rgb", "color"), [((255, 105, 180), "pink"), ((165, 42, 42), "brown"), ((139, 0, 0), "red")])
 def test_hsv_neighbours(rgb, color):
     image = torch.tensor(rgb).div(255)[:, None, None].expand(3, 4, 4)
     assert HSVColors()(image, [thing(0, size=4)], "x") == [color]
@@ -459,9 +451,7 @@ def test_reward_in_a_world_of_shapes():
         "circle: wanted 1 green, saw blue",
         "triangle: wanted exactly 2, found 3; triangle: wanted fewer than 3, found 3",
     ]
-    official = RewardSet(GenEvalReward(Shapes(scenes), HSVColors(), "official")).score(
-        images, ["a", "b", "c"], SCENE
-    )
+    official = RewardSet(GenEvalReward(Shapes(scenes), HSVColors(), "official")).score(images, ["a", "b", "c"], SCENE)
     assert list(official.parts) == ["geneval"] and official.total.tolist() == [1.0, 0.0, 0.0]
 
 

@@ -495,9 +495,7 @@ def solve(sampler: ODE, sigmas: Tensor, x: float, s0: float) -> float:
     return state.item()
 
 
-@pytest.mark.parametrize(
-    ("steps", "dpm2", "euler"), [(10, 0.1212, 0.1694), (20, 0.0196, 0.0890), (40, 0.0055, 0.0459)]
-)
+@pytest.mark.parametrize(("steps", "dpm2", "euler"), [(10, 0.1212, 0.1694), (20, 0.0196, 0.0890), (40, 0.0055, 0.0459)])
 def test_solver_errors_on_a_gaussian(steps, dpm2, euler):
     """From x(1) = 1.3 the exact end point is m + s0 x(1) = 1.35."""
     for solver, error in (("dpm2", dpm2), ("euler", euler)):

@@ -25,9 +25,7 @@ def test_all_steps_skips_what_the_sampler_cannot_do():
     assert plan.trained_steps == (0, 1, 2, 3, 4, 5, 6)
 
 
-@pytest.mark.parametrize(
-    ("size", "start_range"), [(2, (0, 9)), (3, (0, 5)), (1, (4, 5)), (9, (0, 9)), (2, (3, 8))]
-)
+@pytest.mark.parametrize(("size", "start_range"), [(2, (0, 9)), (3, (0, 5)), (1, (4, 5)), (9, (0, 9)), (2, (3, 8))])
 def test_window_stays_in_range(size, start_range):
     """Spec 10.15: start in [lo, hi - size], exactly `size` SDE steps, each start equally likely."""
     low, high = start_range
@@ -47,15 +45,11 @@ def test_window_stays_in_range(size, start_range):
 def test_window_is_a_function_of_seed_and_iteration():
     plan = Window(2, (0, 9))
     series = [plan.draw(1, iteration, T, FEASIBLE) for iteration in range(20)]
-    assert series == [
-        Window(2, [0, 9]).draw(1, iteration, T, torch.tensor(FEASIBLE)) for iteration in range(20)
-    ]
+    assert series == [Window(2, [0, 9]).draw(1, iteration, T, torch.tensor(FEASIBLE)) for iteration in range(20)]
     assert series != [plan.draw(2, iteration, T, FEASIBLE) for iteration in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("size", "start_range"), [(3, (4, 6)), (1, (4, 4)), (0, (0, 5)), (2, (-1, 5)), (2, (6, 2))]
-)
+@pytest.mark.parametrize(("size", "start_range"), [(3, (4, 6)), (1, (4, 4)), (0, (0, 5)), (2, (-1, 5)), (2, (6, 2))])
 def test_empty_windows_raise_at_once(size, start_range):
     with pytest.raises(ValueError, match="no window"):
         Window(size, start_range)

@@ -132,9 +132,7 @@ def test_bad_arguments_raise():
     with pytest.raises(ValueError, match="image_tokens"):
         SchedulerConfig(FLUX)(6)
     with pytest.raises(ValueError, match="FlowMatchEulerDiscreteScheduler"):
-        SchedulerConfig(
-            {"_class_name": "DPMSolverMultistepScheduler"} | dict(DPMSolverMultistepScheduler().config)
-        )(6)
+        SchedulerConfig({"_class_name": "DPMSolverMultistepScheduler"} | dict(DPMSolverMultistepScheduler().config))(6)
     with pytest.raises(ValueError, match="sigmas must"):
         SchedulerConfig({"invert_sigmas": True})(6)
     with pytest.raises(TypeError, match="mapping"):
