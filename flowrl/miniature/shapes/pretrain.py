@@ -345,9 +345,8 @@ def main() -> None:
     for cycle, steps in enumerate(args.flow_steps[done:], done):
         train_flow(pipe, latents, captions, steps, args.batch, args.seed + 3 + cycle, args.output)
     pipe.save_pretrained(args.output, safe_serialization=True)
-    (args.output / "pretrain.json").write_text(
-        json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}, indent=2) + "\n"
-    )
+    settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path) and v is not None}
+    (args.output / "pretrain.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 if __name__ == "__main__":
