@@ -47,7 +47,8 @@ def test_boxes_agree_with_renderer():
             ours = [
                 d for d, c in zip(found, colors, strict=True) if c == o.color and world.SHAPES[d.class_index] == o.shape
             ]
-            assert any(np.abs(np.subtract(d.box, o.box)).max() <= 1 for d in ours)
+            # The tip of a triangle fades into the background over two pixels.
+            assert any(np.abs(np.subtract(d.box, o.box)).max() <= 2 for d in ours)
 
 
 def test_confidence_puts_genevals_thresholds_at_stated_overlaps():
