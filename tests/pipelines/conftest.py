@@ -37,19 +37,30 @@ class Generator:
         )
 
     def stock(self, pipe, rows, *, seed=5, iteration=2, output_type="latent", **kw):
-        """The untouched pipeline, called with texts as a user would, from the same initial noise."""
+        """The untouched pipeline from the same initial noise.
+
+        Each text is embedded by a call of its own: the text encoder's last bits depend on the batch.
+        """
         prompts, members = rows
+        sd3 = type(pipe).__name__ == "StableDiffusion3Pipeline"
+        extra = {"prompt_3": None} if sd3 else {}
+        with torch.no_grad():
+            parts = [
+                pipe.encode_prompt(prompt=p.text, prompt_2=None, max_sequence_length=20, **extra) for p in prompts
+            ]
+        names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+        names = names if sd3 else ("prompt_embeds", "pooled_prompt_embeds")
+        texts = {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(names)}
         shape = {"StableDiffusion3Pipeline": (4, 8, 8), "FluxPipeline": (16, 16)}[type(pipe).__name__]
         indices = [p.index for p in prompts]
         latents = noise.batch_normal(shape, seed, iteration, indices, members, noise.INITIAL)
         return pipe(
-            prompt=[p.text for p in prompts],
+            **texts,
             latents=latents.to(pipe.transformer.dtype),
             num_inference_steps=STEPS,
             guidance_scale=self.guidance,
             height=16,
             width=16,
-            max_sequence_length=20,
             output_type=output_type,
             return_dict=False,
             **kw,

@@ -300,14 +300,14 @@ def main() -> None:
         "--flow-steps",
         type=int,
         nargs="+",
-        default=[7_000, 6_000],
+        default=[7_000, 6_000, 4_500],
         help="steps of each cosine cycle; a cycle starts from the averaged weights of the one before",
     )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--vae", type=Path, help="take a trained autoencoder from this folder")
-    parser.add_argument("--start", type=Path, help="go on from this pipeline, whose first cycle is done")
+    parser.add_argument("--start", type=Path, help="go on from this pipeline after the cycles its pretrain.json names")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -338,7 +338,7 @@ def main() -> None:
     latents = latents_of(vae, images)
     done = 0
     if args.start:
-        done = 1
+        done = len(json.loads((args.start / "pretrain.json").read_text())["flow_steps"])
         for name in ("transformer", "text_encoder", "text_encoder_2"):
             part = getattr(pipe, name)
             part.load_state_dict(type(part).from_pretrained(args.start / name).state_dict())
