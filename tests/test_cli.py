@@ -23,6 +23,7 @@ SMALL = [
     "training.eval_images_per_prompt=1",
     "training.monitor_samples=2",
     "training.ema_every=1",
+    "training.learning_rate=3e-3",  # two steps must show
     "eval_rewards={jpeg_compressibility: 1}",
 ]
 
@@ -123,9 +124,9 @@ def test_recipes(capsys):
     listed = json.loads(capsys.readouterr().out)
     assert {"name", "description"} == set(listed[0])
     assert main(["recipes", "shapes-nft"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["objective"] == "DiffusionNFT"
+    assert yaml.safe_load(capsys.readouterr().out)["objective"]["name"] == "DiffusionNFT"
     assert main(["recipes", "shapes-nft", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sampler"]["steps"] == 8
+    assert json.loads(capsys.readouterr().out)["sampler"]["name"] == "ODE"
     assert "did you mean 'shapes-nft'?" in fails(capsys, "recipes", "shapes-nff")
 
 

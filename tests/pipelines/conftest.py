@@ -45,9 +45,7 @@ class Generator:
         sd3 = type(pipe).__name__ == "StableDiffusion3Pipeline"
         extra = {"prompt_3": None} if sd3 else {}
         with torch.no_grad():
-            parts = [
-                pipe.encode_prompt(prompt=p.text, prompt_2=None, max_sequence_length=20, **extra) for p in prompts
-            ]
+            parts = [pipe.encode_prompt(prompt=p.text, prompt_2=None, max_sequence_length=20, **extra) for p in prompts]
         names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
         names = names if sd3 else ("prompt_embeds", "pooled_prompt_embeds")
         texts = {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(names)}
