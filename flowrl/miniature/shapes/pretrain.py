@@ -300,7 +300,7 @@ def main() -> None:
         "--flow-steps",
         type=int,
         nargs="+",
-        default=[7_000, 6_000, 4_500],
+        default=[7_000, 6_000],
         help="steps of each cosine cycle; a cycle starts from the averaged weights of the one before",
     )
     parser.add_argument("--batch", type=int, default=64)
