@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,12 @@ def optimality(advantage: Tensor, adv_clip_max: float = 5.0, z_mult: float | Non
         "binary": lambda: a.sign(),
     }[mode]()
     return (a / (2 * (z_mult or adv_clip_max)) + 0.5).clamp(0, 1)
+
+
+@lru_cache(maxsize=8192)  # a sample asks for it once per column
+def _time_order(steps: int, seed: int, iteration: int, prompt: int, member: int) -> tuple[int, ...]:
+    """The order in which one sample trains on the grid's times."""
+    return tuple(noise.permutation(steps, seed, iteration, prompt, member, _TIMES).tolist())
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -151,7 +158,7 @@ class DiffusionNFT(Objective):
         steps = len(rollout.sigmas) - 1
         index = [p.index for p in rollout.prompts]
         order = [
-            int(noise.permutation(steps, rollout.seed, rollout.iteration, i, m, _TIMES)[u])
+            _time_order(steps, rollout.seed, rollout.iteration, i, m)[u]
             for i, m in zip(index, rollout.members, strict=True)
         ]
         t = rollout.sigmas[torch.tensor(order)].to(x0.device)
