@@ -492,7 +492,6 @@ class Trainer:
         a, acc = self.args, self.accelerator
         self._start(resume)
         tracking = Tracking(acc, self.output_dir, self._run_config(), self.iteration)
-        began = time.perf_counter()
         before = self._restore_evaluation("before")
         if before is None and self.eval_prompts is not None:
             before = self.evaluate()
@@ -549,7 +548,7 @@ class Trainer:
                 self._publish(after, "after", tracking)
             self.save_checkpoint()
             self.save_pretrained(self.output_dir / "final")
-        summary = self._summary(before, after, finished, time.perf_counter() - began)
+        summary = self._summary(before, after, finished)
         tracking.close()
         if not finished:
             acc.print(f"stopped after iteration {self.iteration}; continue with resume='auto' (CLI: resume=auto)")
@@ -785,9 +784,7 @@ class Trainer:
                 self.policy.save_pretrained(directory)
         self.accelerator.wait_for_everyone()
 
-    def _summary(
-        self, before: Evaluation | None, after: Evaluation | None, finished: bool, seconds: float
-    ) -> dict[str, Any]:
+    def _summary(self, before: Evaluation | None, after: Evaluation | None, finished: bool) -> dict[str, Any]:
         summary = {
             "finished": finished,
             "iterations": self.iteration,
@@ -796,7 +793,7 @@ class Trainer:
             "after": after.summary() if after else None,
             "best": self.best or None,
             "training_images": self.iteration * self.plan.samples,
-            "seconds": seconds,
+            "seconds": sum(self.seconds.values()),  # of the whole run, however often it was resumed
             "phases": dict(self.seconds),
             "processes": self.accelerator.num_processes,
             "device": str(self.accelerator.device),
