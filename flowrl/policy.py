@@ -63,6 +63,10 @@ class Policy(Protocol):
         """`v(x, sigma)` `[b, ...]` in float32 with the rollout's conditioning; carries gradient."""
         ...
 
+    def sigmas(self, sampler) -> Tensor:
+        """The sampler's grid for this generator and resolution, `[T + 1]`."""
+        ...
+
     def decode(self, latents: Tensor) -> Tensor:
         """Images `[b, 3, H, W]` in [0, 1], float32."""
         ...

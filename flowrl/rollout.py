@@ -36,7 +36,8 @@ class Conditioning:
 class Rollout:
     """`B` samples with what the objectives need to score them again.
 
-    `U` is the number of trained (recorded) steps; column u of the `[B, U]` table is step `plan.trained_steps[u]`.
+    `U` is the number of trained (recorded) steps of each sample; column u of the `[B, U]` table is the transition
+    between the sigmas `plans[b].trained_intervals[u]`.
     """
 
     prompts: list[Prompt]
@@ -45,7 +46,8 @@ class Rollout:
     """`B` positions within the group."""
     iteration: int
     seed: int
-    plan: StepPlan
+    plans: list[StepPlan]
+    """`B` plans, one per sample."""
     sigmas: Tensor
     """`[T + 1]` noise levels, 1 to 0, float32."""
     guidance_scale: float
@@ -71,6 +73,24 @@ class Rollout:
         """`[B]` int64."""
         return torch.tensor([p.index for p in self.prompts])
 
+    @property
+    def units(self) -> int:
+        """`U`."""
+        return self.log_prob.shape[1]
+
+    @property
+    def steps(self) -> Tensor:
+        """`[B, U]` int64: the step that each column of each sample is."""
+        return torch.tensor([plan.trained_steps for plan in self.plans], dtype=torch.long).reshape(len(self), -1)
+
+    def interval(self, unit: int) -> tuple[int | Tensor, int | Tensor]:
+        """(from, to) indices in `sigmas` of column `unit`: integers where all samples agree, else `[B]` each."""
+        intervals = [plan.trained_intervals[unit] for plan in self.plans]
+        if len(set(intervals)) == 1:
+            return intervals[0]
+        start, end = torch.tensor(intervals).unbind(1)
+        return start, end
+
     def __len__(self) -> int:
         return len(self.prompts)
 
@@ -80,6 +100,7 @@ class Rollout:
         changed: dict[str, Any] = {
             "prompts": [self.prompts[i] for i in index],
             "members": [self.members[i] for i in index],
+            "plans": [self.plans[i] for i in index],
             "calls": {k: v[where] for k, v in self.calls.items()},
         }
         for name in ("latents", "states", "actions", "means", "log_prob", "media"):
@@ -94,7 +115,7 @@ class Rollout:
         changed: dict[str, Any] = {}
         for f in fields(Rollout):
             values = [getattr(p, f.name) for p in parts]
-            if f.name in ("prompts", "members"):
+            if f.name in ("prompts", "members", "plans"):
                 changed[f.name] = [x for v in values for x in v]
             elif f.name == "calls":
                 changed[f.name] = {k: torch.cat([v[k] for v in values]) for k in first.calls}

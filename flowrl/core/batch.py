@@ -30,7 +30,7 @@ TOKEN_FIELDS = (
     "seg",
 )
 ROW_FIELDS = ("reward", "group_id", "valid", "in_loss")
-TOKEN_EXTRA = ("neg_logp", "entropy_grad", "hidden", "logdist")
+TOKEN_EXTRA = ("neg_logp", "entropy_grad", "hidden", "logdist", "step", "std", "length", "divergence")
 """Names in `Batch.extra` whose second axis is T (cut by a column slice); all other entries have no T axis."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.core import AdvOut, Batch
 from flowrl.policy import Policy, Weights
-from flowrl.rollout import Rollout
+from flowrl.rollout import Prompt, Rollout
 from flowrl.samplers.flow import FlowSampler
 
 
@@ -59,14 +59,18 @@ class Objective(ABC):
         """
         if "log_prob" not in self.requires:
             return
-        feasible = sampler.feasible(sampler.sigmas(1024))  # any resolution will do
-        plan = sampler.plan.draw(0, 0, sampler.steps, feasible.tolist())
-        if not plan.trained_steps:
+        members = list(range(sampler.plan.branches))
+        plans = sampler.draw_plans(sampler.sigmas(1024), 0, 0, [0] * len(members), members)  # any resolution will do
+        if not plans[0].trained_steps:
             raise ValueError(
                 f"{type(self).__name__} scores stochastic steps, and {type(sampler).__name__}(steps={sampler.steps}, "
                 f"noise_level={sampler.noise_level}) has none. Take FlowSDE, DanceSDE, CPS or CPWS with "
                 "noise_level > 0 and at least 2 steps."
             )
+
+    def allocate(self, prompts: Sequence[Prompt], samples: int) -> list[int]:
+        """How many of the iteration's `samples` each prompt gets: equal shares unless the objective says otherwise."""
+        return [samples // len(prompts)] * len(prompts)
 
     @abstractmethod
     def columns(self, rollout: Rollout) -> int:
@@ -74,7 +78,11 @@ class Objective(ABC):
 
     @abstractmethod
     def advantages(self, batch: Batch) -> AdvOut:
-        """Advantages `[B, U]` of the full batch, gathered over ranks."""
+        """Advantages `[B, U]` of the full batch, gathered over ranks.
+
+        Called once per rollout, on every rank with the same batch: an objective that keeps statistics updates them here.
+        With `"log_prob"` required, `batch.extra` has the sampler's `unit_table`.
+        """
 
     @abstractmethod
     def loss(self, policy: Policy, sampler: FlowSampler, micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:

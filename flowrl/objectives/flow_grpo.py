@@ -19,7 +19,7 @@ KLForm = Literal["flow_grpo", "exact_mean", "exact_sum", "v_mse"]
 
 
 def transition_kl(
-    policy: Transition, reference: Transition, form: KLForm, sampler: FlowSampler, step_length: float
+    policy: Transition, reference: Transition, form: KLForm, sampler: FlowSampler, step_length: float | Tensor
 ) -> Tensor:
     """KL of one transition to the reference, `[b]`; gradient through `policy`.
 
@@ -34,7 +34,7 @@ def transition_kl(
     if form == "exact_sum":
         return policy.distribution.kl(reference.distribution, reduce="sum")
     kl = policy.distribution.kl(reference.distribution, reduce="mean")
-    return kl * step_length if form == "flow_grpo" and not isinstance(sampler, CPS) else kl
+    return kl * torch.as_tensor(step_length).to(kl) if form == "flow_grpo" and not isinstance(sampler, CPS) else kl
 
 
 @dataclass
@@ -79,7 +79,7 @@ class FlowGRPO(Objective):
         return frozenset({"log_prob", "reference"} if self.kl > 0 else {"log_prob"})
 
     def columns(self, rollout: Rollout) -> int:
-        return len(rollout.plan.trained_steps)
+        return rollout.units
 
     def advantages(self, batch: Batch) -> AdvOut:
         return self.algorithm.advantages(batch)
@@ -93,8 +93,8 @@ class FlowGRPO(Objective):
         transition = policy.evaluate(rollout, u, sampler)
         token_kl = None
         if reference is not None:
-            step = rollout.plan.trained_steps[u]
-            length = float(rollout.sigmas[step] - rollout.sigmas[step + 1])
+            start, end = rollout.interval(u)
+            length = rollout.sigmas[start] - rollout.sigmas[end]
             token_kl = transition_kl(transition, reference, self.kl_form, sampler, length)
         batch = replace(
             micro.batch,

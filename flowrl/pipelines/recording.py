@@ -25,7 +25,7 @@ from flowrl import noise
 from flowrl.pipelines.families import family_of
 from flowrl.policy import Transition, Weights
 from flowrl.rollout import Conditioning, Prompt, Rollout
-from flowrl.samplers.flow import ODE, FlowSampler
+from flowrl.samplers.flow import ODE, FlowSampler, dpm2_step
 from flowrl.samplers.plans import StepPlan
 from flowrl.samplers.schedules import SchedulerConfig
 
@@ -36,45 +36,72 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
     """The pipeline's scheduler with our grid and our transition in `step`.
 
     Set `attach(...)` before each pipeline call; afterwards `states`, `actions`, `means`, `log_prob` hold one entry per
-    trained step.
+    trained step, and `visited` the (state, velocity) at each of the grid's indices in `keep`.
     """
 
-    def attach(self, sampler: FlowSampler, sigmas: Tensor, plan: StepPlan, draw: Callable[[int], Tensor]) -> None:
-        self.sampler, self.grid, self.plan, self.draw = sampler, sigmas, plan, draw
+    def attach(
+        self,
+        sampler: FlowSampler,
+        sigmas: Tensor,
+        plan: StepPlan,
+        draw: Callable[[int], Tensor],
+        keep: frozenset[int] = frozenset(),
+    ) -> None:
+        self.sampler, self.grid, self.plan, self.draw, self.keep = sampler, sigmas, plan, draw, keep
+        self.visited: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: list[Tensor] = []
         self.actions: list[Tensor] = []
         self.means: list[Tensor] = []
         self.log_prob: list[Tensor] = []
         self.previous: Tensor | None = None
+        self.position = 0  # in the plan's path
+        stochastic = [k for k, s in enumerate(plan.stochastic) if s]
+        self.multistep_from = stochastic[-1] + 1 if plan.solver == "dpm2" and stochastic else len(plan.stochastic)
+
+    @property
+    def ahead(self) -> Tensor:
+        """The sigmas still to be visited, from the current one on."""
+        return self.grid[list(self.plan.path[self.position :])]
 
     def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None) -> None:
-        """Take the sampler's grid, whatever the pipeline proposes."""
-        self.num_inference_steps = len(self.grid) - 1
-        self.sigmas = self.grid.to(device)
+        """Take the plan's way through the sampler's grid, whatever the pipeline proposes."""
+        self.sigmas = self.ahead.to(device)
+        self.num_inference_steps = len(self.sigmas) - 1
         self.timesteps = self.sigmas[:-1] * self.config.num_train_timesteps
         self._step_index = self._begin_index = None
 
     def step(self, model_output, timestep, sample, *args, return_dict: bool = True, **kwargs):
-        i = 0 if self._step_index is None else self._step_index
-        self._step_index = i + 1
+        self._step_index = 1 + (self._step_index or 0)  # what pipelines and schedulers expect to find
+        return (self.advance(sample, model_output),)
+
+    def advance(self, sample: Tensor, model_output: Tensor) -> Tensor:
+        """Take the next step of the plan and record it."""
+        k = self.position
+        self.position = k + 1
+        start, end = self.plan.intervals[k]
+        if start in self.keep:
+            self.visited[start] = sample, model_output
         distribution = self.sampler.transition(
-            sample, model_output, self.grid, i, self.plan.stochastic[i], self.previous
+            sample, model_output, self.grid, start, self.plan.stochastic[k], self.previous, end=end
         )
-        self.previous = self.sampler.clean_estimate(sample, model_output, self.grid, i)
-        if self.plan.stochastic[i]:
-            action = distribution.sample(self.draw(i).to(sample.device))
+        if self.plan.stochastic[k]:
+            action = distribution.sample(self.draw(start).to(sample.device))
         elif isinstance(self.sampler, ODE) and self.sampler.solver != "euler":
             action = distribution.mean
+        elif k >= self.multistep_from and self.previous is not None:
+            t_previous, t, t_next = self.grid[list(self.plan.path[k - 1 : k + 2])].tolist()
+            action = dpm2_step(sample, model_output, t_previous, t, t_next, self.previous)
         else:  # the stock scheduler's own arithmetic: in half precision it rounds dt * v, which the mean does not
-            action = sample.float() + (self.grid[i + 1] - self.grid[i]) * model_output
+            action = sample.float() + (self.grid[end] - self.grid[start]) * model_output
+        self.previous = self.sampler.clean_estimate(sample, model_output, self.grid, start)
         # Round to the model's dtype first and score what was really taken, or the ratio would not be one.
         action = action.to(model_output.dtype)
-        if self.plan.trained[i]:
+        if self.plan.trained[k]:
             self.states.append(sample)
             self.actions.append(action)
             self.means.append(distribution.mean)
             self.log_prob.append(self.sampler.log_prob(distribution, action))
-        return (action,)
+        return action
 
 
 class DiffusersPolicy:
@@ -166,28 +193,71 @@ class DiffusersPolicy:
 
         Noise and plan are functions of `seed`, `iteration` and the indices, never of the batch.
         """
-        conditioning = self.encode(prompts, sampler.guidance_scale)
-        shape = self.family.latent_shape(self.pipe, self.height, self.width)
-        sigmas = self._sigmas(sampler, shape)
-        plan = sampler.plan.draw(seed, iteration, sampler.steps, sampler.feasible(sigmas).tolist())
+        sigmas = self.sigmas(sampler)
+        plans = sampler.draw_plans(sigmas, seed, iteration, [p.index for p in prompts], members)
+        anchors = self._anchors(prompts, plans, sampler, sigmas, seed, iteration, batch_size)
+        alike: dict[tuple, list[int]] = {}  # a batch walks one path
+        for i, plan in enumerate(plans):
+            alike.setdefault((plan.path, plan.stochastic, plan.trained, plan.anchor, plan.solver), []).append(i)
+        order = [i for rows in alike.values() for i in rows]
         parts = [
             self._sample_chunk(
-                list(prompts[start : start + batch_size]),
-                list(members[start : start + batch_size]),
-                conditioning.rows(slice(start, start + batch_size)),
+                [prompts[i] for i in rows[at : at + batch_size]],
+                [members[i] for i in rows[at : at + batch_size]],
+                [plans[i] for i in rows[at : at + batch_size]],
+                anchors,
                 sampler,
                 sigmas,
-                plan,
-                shape,
                 seed,
                 iteration,
             )
-            for start in range(0, len(prompts), batch_size)
+            for rows in alike.values()
+            for at in range(0, len(rows), batch_size)
         ]
-        return Rollout.cat(parts)
+        rollout = Rollout.cat(parts)
+        if order == sorted(order):
+            return rollout
+        return rollout.rows(sorted(range(len(order)), key=order.__getitem__))
 
-    def _sigmas(self, sampler: FlowSampler, shape: tuple[int, ...]) -> Tensor:
-        """The sampler's grid for this pipeline and resolution, on the CPU."""
+    def _anchors(
+        self,
+        prompts: Sequence[Prompt],
+        plans: Sequence[StepPlan],
+        sampler: FlowSampler,
+        sigmas: Tensor,
+        seed: int,
+        iteration: int,
+        batch_size: int,
+    ) -> dict[int, dict[int, tuple[Tensor, Tensor]]]:
+        """The trajectories that groups share: prompt index -> step -> (state, velocity) there, one forward for all."""
+        keep = frozenset(plan.anchor for plan in plans if plan.anchor is not None)
+        if not keep:
+            return {}
+        last = max(keep) + 1
+        ode = StepPlan((False,) * last, (False,) * last)
+        owners = list({p.index: p for p, plan in zip(prompts, plans, strict=True) if plan.anchor is not None}.values())
+        shared: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        for at in range(0, len(owners), batch_size):
+            chunk = owners[at : at + batch_size]
+            draw = self._noise(seed, iteration, chunk, [0] * len(chunk))
+            scheduler = RecordingScheduler.from_config(self.pipe.scheduler.config)
+            scheduler.attach(sampler, sigmas, ode, draw, keep)
+            self._run(scheduler, chunk, draw(noise.INITIAL), sampler)
+            for k, prompt in enumerate(chunk):
+                shared[prompt.index] = {n: (x[k], v[k]) for n, (x, v) in scheduler.visited.items()}
+        return shared
+
+    def _noise(self, seed: int, iteration: int, prompts: Sequence[Prompt], members: Sequence[int]):
+        shape = self.family.latent_shape(self.pipe, self.height, self.width)
+
+        def draw(step: int) -> Tensor:
+            return noise.batch_normal(shape, seed, iteration, [p.index for p in prompts], members, step)
+
+        return draw
+
+    def sigmas(self, sampler: FlowSampler) -> Tensor:
+        """The sampler's grid for this pipeline and resolution, float32 `[T + 1]` on the CPU."""
+        shape = self.family.latent_shape(self.pipe, self.height, self.width)
         schedule = sampler.schedule
         if isinstance(schedule, SchedulerConfig) and schedule.linspace is None:
             schedule = replace(schedule, linspace=self.family.linspace_sigmas)
@@ -197,42 +267,36 @@ class DiffusersPolicy:
         self,
         prompts: list[Prompt],
         members: list[int],
-        conditioning: Conditioning,
+        plans: list[StepPlan],
+        anchors: Mapping[int, Mapping[int, tuple[Tensor, Tensor]]],
         sampler: FlowSampler,
         sigmas: Tensor,
-        plan: StepPlan,
-        shape: tuple[int, ...],
         seed: int,
         iteration: int,
     ) -> Rollout:
-        device = self.device
-        dtype = next(iter(conditioning.arguments.values())).dtype
-
-        def draw(step: int) -> Tensor:
-            return noise.batch_normal(shape, seed, iteration, [p.index for p in prompts], members, step)
-
+        """Samples whose plans walk one path (they may take other members' noise)."""
+        plan = plans[0]
+        takes = [m if p.noise_member is None else p.noise_member for m, p in zip(members, plans, strict=True)]
+        draw = self._noise(seed, iteration, prompts, takes)
         scheduler = RecordingScheduler.from_config(self.pipe.scheduler.config)
         scheduler.attach(sampler, sigmas, plan, draw)
-        with self._observed(scheduler) as calls:
-            latents = self.pipe(
-                **{k: v.to(device) for k, v in conditioning.arguments.items()},
-                latents=draw(noise.INITIAL).to(device, dtype),
-                num_inference_steps=sampler.steps,
-                guidance_scale=sampler.guidance_scale,
-                height=self.height,
-                width=self.width,
-                output_type="latent",
-                return_dict=False,
-            )[0]
-        batched, shared = self._template(calls, len(prompts), sigmas, latents.dtype)
-        empty = latents.new_empty((len(prompts), 0, *shape))
+        if plan.anchor is None:
+            start = draw(noise.INITIAL)
+        else:  # the first step away from the anchor needs no forward of its own
+            x, v = (torch.stack(parts) for parts in zip(*(anchors[p.index][plan.anchor] for p in prompts), strict=True))
+            scheduler.position = plan.anchor
+            start = scheduler.advance(x, v)
+        ahead = scheduler.ahead
+        latents, calls = self._run(scheduler, prompts, start, sampler)
+        batched, shared = self._template(calls, len(prompts), ahead, latents.dtype)
+        empty = latents.new_empty((len(prompts), 0, *latents.shape[1:]))
         stack = lambda xs: torch.stack(xs, 1) if xs else empty  # noqa: E731
         return Rollout(
             prompts=prompts,
             members=members,
             iteration=iteration,
             seed=seed,
-            plan=plan,
+            plans=plans,
             sigmas=sigmas,
             guidance_scale=sampler.guidance_scale,
             calls=batched,
@@ -243,8 +307,27 @@ class DiffusersPolicy:
             means=stack(scheduler.means).float(),
             log_prob=torch.stack(scheduler.log_prob, 1)
             if scheduler.log_prob
-            else torch.zeros((len(prompts), 0), device=device),
+            else torch.zeros((len(prompts), 0), device=self.device),
         )
+
+    def _run(
+        self, scheduler: RecordingScheduler, prompts: Sequence[Prompt], latents: Tensor, sampler: FlowSampler
+    ) -> tuple[Tensor, list[dict[str, Any]]]:
+        """The unmodified pipeline from these latents along what the scheduler has ahead: (latents, recorded calls)."""
+        conditioning = self.encode(prompts, sampler.guidance_scale)
+        dtype = next(iter(conditioning.arguments.values())).dtype
+        with self._observed(scheduler) as calls:
+            latents = self.pipe(
+                **{k: v.to(self.device) for k, v in conditioning.arguments.items()},
+                latents=latents.to(self.device, dtype),
+                num_inference_steps=len(scheduler.ahead) - 1,
+                guidance_scale=sampler.guidance_scale,
+                height=self.height,
+                width=self.width,
+                output_type="latent",
+                return_dict=False,
+            )[0]
+        return latents, calls
 
     @contextmanager
     def _observed(self, scheduler: RecordingScheduler) -> Iterator[list[dict[str, Any]]]:
@@ -353,10 +436,10 @@ class DiffusersPolicy:
 
     def evaluate(self, rollout: Rollout, unit: int, sampler: FlowSampler) -> Transition:
         """Score the recorded action of column `unit` under the current weights; carries gradient."""
-        step = rollout.plan.trained_steps[unit]
+        start, end = rollout.interval(unit)
         x = rollout.states[:, unit]
-        v = self.velocity(x, rollout.sigmas[step], rollout)
-        distribution = sampler.transition(x, v, rollout.sigmas, step)
+        v = self.velocity(x, rollout.sigmas[start], rollout)
+        distribution = sampler.transition(x, v, rollout.sigmas, start, end=end)
         return Transition(distribution, sampler.log_prob(distribution, rollout.actions[:, unit]), v)
 
     @torch.no_grad()

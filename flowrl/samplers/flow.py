@@ -19,7 +19,7 @@ import dataclasses
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flowrl.distributions import Gaussian, expand_rows, reduce_rows, upcast
 from flowrl.samplers._serialise import from_dict, reject_unknown, suggest, to_dict
-from flowrl.samplers.plans import AllSteps, Plan
+from flowrl.samplers.plans import AllSteps, Plan, StepPlan
 from flowrl.samplers.schedules import Schedule, SchedulerConfig, SingleShift
 
 CONFIG_NAME = "sampler_config.json"
@@ -112,6 +112,51 @@ class FlowSampler(ABC):
         std = self.coefficients(grid[:-1], grid[1:], grid[1])[2]
         return (std > 0) & (grid[1:] > 0)
 
+    def std(self, sigmas: Tensor, start: int, end: int) -> float:
+        """Standard deviation of a stochastic step from `sigmas[start]` to `sigmas[end]`."""
+        grid = sigmas.double().cpu()
+        return self.coefficients(grid[start], grid[end], grid[1])[2].item()
+
+    def draw_plans(
+        self, sigmas: Tensor, seed: int, iteration: int, prompts: Sequence[int], members: Sequence[int]
+    ) -> list[StepPlan]:
+        """The plan of each sample (prompt index, member) of an iteration.
+
+        Raises:
+            ValueError: the plan does not fit the grid, or gives samples different numbers of trained steps.
+        """
+        feasible = self.feasible(sigmas).tolist()
+        plans = [
+            self.plan.draw(
+                seed,
+                iteration,
+                len(sigmas) - 1,
+                feasible,
+                prompt=prompt,
+                member=member,
+                std=lambda start, end: self.std(sigmas, start, end),
+            )
+            for prompt, member in zip(prompts, members, strict=True)
+        ]
+        counts = {len(plan.trained_steps) for plan in plans}
+        if len(counts) > 1:
+            raise ValueError(
+                f"{type(self.plan).__name__} trains {sorted(counts)} steps: all samples need the same number"
+            )
+        return plans
+
+    def unit_table(self, sigmas: Tensor, plans: Sequence[StepPlan]) -> dict[str, Tensor]:
+        """What the kernel says of each trained step of each sample, `[B, U]`: `step` (index it starts at, int64), `std`
+        and `length` (D = t - t'), float64."""
+        grid = sigmas.double().cpu()
+        table = torch.tensor([plan.trained_intervals for plan in plans]).reshape(len(plans), -1, 2)
+        start, end = table.unbind(-1)
+        return {
+            "step": start,
+            "std": self.coefficients(grid[start], grid[end], grid[1])[2],
+            "length": grid[start] - grid[end],
+        }
+
     def transition(
         self,
         x: Tensor,
@@ -120,6 +165,8 @@ class FlowSampler(ABC):
         step: int | Tensor,
         stochastic: bool = True,
         previous: Tensor | None = None,
+        *,
+        end: int | Tensor | None = None,
     ) -> Gaussian:
         """The distribution of x' after one step, from state `x [b, ...]` and velocity `v [b, ...]`.
 
@@ -131,6 +178,7 @@ class FlowSampler(ABC):
             sigmas: the grid `[T + 1]`, best on the CPU, where it is read without synchronisation.
             step: index in 0..T-1, or an integer tensor `[b]` with one index per sample.
             previous: the clean estimate of step - 1. Only multistep ODE solvers read it.
+            end: index of the sigma the step leads to, by default step + 1; beyond it steps are merged into one.
 
         Raises:
             ValueError: shapes of x and v differ, or a step outside the grid.
@@ -138,7 +186,7 @@ class FlowSampler(ABC):
         if x.shape != v.shape:
             raise ValueError(f"x {list(x.shape)} and v {list(v.shape)} must have one shape")
         x, v = upcast(x), upcast(v)
-        t, t_next, sigma_1 = _interval(sigmas, step)
+        t, t_next, sigma_1 = _interval(sigmas, step, end)
         A, C, std = self.coefficients(t, t_next, sigma_1)
         noisy = (std > 0) & (t_next > 0) & stochastic
         A = torch.where(noisy, A, 1.0)
@@ -212,21 +260,18 @@ class ODE(FlowSampler):
         step: int | Tensor,
         stochastic: bool = True,
         previous: Tensor | None = None,
+        *,
+        end: int | Tensor | None = None,
     ) -> Gaussian:
         """See `FlowSampler.transition`. With "dpm2", `step` must be an int when `previous` is given."""
-        euler = super().transition(x, v, sigmas, step, stochastic)
         if self.solver == "euler" or previous is None:
-            return euler
-        if not isinstance(step, int):
+            return super().transition(x, v, sigmas, step, stochastic, end=end)
+        if not isinstance(step, int) or isinstance(end, Tensor):
             raise ValueError("a multistep solver walks one trajectory: step must be an int")
         if step == 0:
             raise ValueError("step 0 has no previous clean estimate")
-        t_previous, t, t_next = sigmas[step - 1 : step + 2].tolist()
-        if t_previous == 1 or t_next == 0:
-            return euler
-        h, h_previous = _log_snr(t_next) - _log_snr(t), _log_snr(t) - _log_snr(t_previous)
-        slope = self.clean_estimate(x, v, sigmas, step) - upcast(previous)
-        return Gaussian(euler.mean + (t - t_next) / (2 * t) * (h / h_previous) * slope, euler.std)
+        t_previous, t = sigmas[step - 1 : step + 1].tolist()
+        return Gaussian(dpm2_step(x, v, t_previous, t, sigmas[end or step + 1].item(), previous), torch.tensor(0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +357,16 @@ class CPWS(FlowSampler):
         return *_weights(t, t_next, (t_next**2 - std**2).sqrt()), std
 
 
+def dpm2_step(x: Tensor, v: Tensor, t_previous: float, t: float, t_next: float, previous: Tensor) -> Tensor:
+    """x' of one DPM-Solver++(2M) step from t to t_next, given the clean estimate at t_previous; see `ODE`."""
+    x, v = upcast(x), upcast(v)
+    euler = x + (t_next - t) * v
+    if t_previous == 1 or t_next == 0:
+        return euler
+    h, h_previous = _log_snr(t_next) - _log_snr(t), _log_snr(t) - _log_snr(t_previous)
+    return euler + (t - t_next) / (2 * t) * (h / h_previous) * (x - t * v - upcast(previous))
+
+
 _LOGPROBS = ("gaussian", "unnormalised")
 
 
@@ -342,10 +397,11 @@ def _float64(*values: Any) -> tuple[Tensor, ...]:
     return tuple(torch.as_tensor(value, dtype=torch.float64) for value in values)
 
 
-def _interval(sigmas: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _interval(sigmas: Tensor, step: int | Tensor, end: int | Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(t, t', sigma_1) of `step`, float64 on the CPU, 0-dim or `[b]`."""
     grid = sigmas.double().cpu()
-    index = torch.as_tensor(step).cpu()
-    if bool(((index < 0) | (index >= len(grid) - 1)).any()):
+    start = torch.as_tensor(step).cpu()
+    stop = start + 1 if end is None else torch.as_tensor(end).cpu()
+    if bool(((start < 0) | (stop <= start) | (stop >= len(grid))).any()):
         raise ValueError(f"step {step} is outside the {len(grid) - 1} steps of the grid")
-    return grid[index], grid[index + 1], grid[1]
+    return grid[start], grid[stop], grid[1]

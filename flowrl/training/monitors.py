@@ -58,14 +58,14 @@ def drift(policy: Policy, sampler: FlowSampler, rollout: Rollout, reference: boo
     velocity difference to the reference half-way from the final latents to their initial noise.
     """
     metrics: dict[str, float] = {}
-    steps = rollout.plan.trained_steps
-    if steps:
-        now = [policy.evaluate(rollout, u, sampler).distribution for u in range(len(steps))]
+    steps = rollout.steps
+    if steps.numel():
+        now = [policy.evaluate(rollout, u, sampler).distribution for u in range(rollout.units)]
         before = [type(d)(rollout.means[:, u], d.std) for u, d in enumerate(now)]
         _kl_metrics(metrics, "old", steps, now, before)
         if reference:
             with policy.use("reference"):
-                start = [policy.evaluate(rollout, u, sampler).distribution for u in range(len(steps))]
+                start = [policy.evaluate(rollout, u, sampler).distribution for u in range(rollout.units)]
             _kl_metrics(metrics, "reference", steps, now, start)
     elif reference:
         half = rollout.sigmas.new_tensor(0.5)
@@ -85,10 +85,10 @@ def drift(policy: Policy, sampler: FlowSampler, rollout: Rollout, reference: boo
     return metrics
 
 
-def _kl_metrics(metrics: dict[str, float], name: str, steps, now, other) -> None:
-    kls = [a.kl(b, reduce="mean").mean().item() for a, b in zip(now, other, strict=True)]
-    metrics[f"kl/{name}"] = sum(kls) / len(kls)
-    metrics |= {f"kl/{name}/step_{step:02d}": kl for step, kl in zip(steps, kls, strict=True)}
+def _kl_metrics(metrics: dict[str, float], name: str, steps: Tensor, now, other) -> None:
+    kls = torch.stack([a.kl(b, reduce="mean") for a, b in zip(now, other, strict=True)], 1).cpu()
+    metrics[f"kl/{name}"] = kls.mean().item()
+    metrics |= {f"kl/{name}/step_{s:02d}": kls[steps == s].mean().item() for s in steps.unique().tolist()}
 
 
 def first_non_finite(tensors: Mapping[str, Tensor | None], module: nn.Module) -> str:

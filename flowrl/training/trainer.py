@@ -118,6 +118,12 @@ class Trainer:
             raise ValueError(
                 f"prompts_per_iteration is {args.prompts_per_iteration}, but there are only {len(self.prompts)} prompts"
             )
+        branches = sampler.plan.branches
+        if args.group_size % branches or args.group_size < 2 * branches:
+            raise ValueError(
+                f"{type(sampler.plan).__name__} splits a group into {branches} parts that are compared within "
+                f"themselves: group_size must be a multiple of {branches}, at least {2 * branches}, not {args.group_size}"
+            )
         trackers = tuple(args.log_with or ())
         check_trackers(trackers)
         self.output_dir = Path(args.output_dir)
@@ -261,13 +267,14 @@ class Trainer:
         """
         a, rank = self.args, self.accelerator.process_index
         drawn = self.prompts.draw(a.seed, iteration, a.prompts_per_iteration)
+        sizes = self.objective.allocate(drawn, self.plan.samples)
+        every = [p for p, n in zip(drawn, sizes, strict=True) for _ in range(n)]
+        member = [m for n in sizes for m in range(n)]
         numbers = self.plan.rows(a.seed, iteration, rank)
-        prompts = [drawn[s // a.group_size] for s in numbers]
-        members = [s % a.group_size for s in numbers]
         with self._timed("rollout"), self.policy.use(self.objective.behaviour):
             rollout = self.policy.sample(
-                prompts,
-                members,
+                [every[s] for s in numbers],
+                [member[s] for s in numbers],
                 self.sampler,
                 seed=a.seed,
                 iteration=iteration,
@@ -278,15 +285,18 @@ class Trainer:
         with self._timed("reward"):
             scores = self._score(self.rewards, rollout.media, rollout.prompts, self.prompts.columns, iteration)
             total, valid, parts = self._gather(numbers, scores)
-        every = [drawn[s // a.group_size] for s in range(self.plan.samples)]
         columns = self.objective.columns(rollout)
+        sigmas = self.policy.sigmas(self.sampler)
+        plans = self.sampler.draw_plans(sigmas, a.seed, iteration, [p.index for p in every], member)
+        branches = self.sampler.plan.branches
         batch = Batch(
             mask=torch.ones(self.plan.samples, columns, dtype=torch.bool),
             logp=torch.zeros(self.plan.samples, columns),
             old_logp=torch.zeros(self.plan.samples, columns),
             reward=total,
-            group_id=torch.tensor([p.index for p in every]),
+            group_id=torch.tensor([p.index * branches + plan.branch for p, plan in zip(every, plans, strict=True)]),
             valid=valid,
+            extra=self.sampler.unit_table(sigmas, plans) if "log_prob" in self.objective.requires else {},
         )
         advantage = self.objective.advantages(batch)
         metrics = monitors.reward_metrics(every, parts, batch) | monitors.advantage_metrics(advantage, batch)
@@ -434,15 +444,17 @@ class Trainer:
         if tolerance is None:
             tolerance = 1e-2 if half else 1e-5
         part = rollout.rows(range(min(self.args.micro_batch_size, len(rollout))))
-        steps = part.plan.trained_steps
+        steps = part.steps
         with torch.no_grad(), self.policy.use(self.objective.behaviour):
-            errors = [
-                (self.policy.evaluate(part, u, self.sampler).log_prob - part.log_prob[:, u]).abs().max().item()
-                for u in range(len(steps))
+            table = [
+                (self.policy.evaluate(part, u, self.sampler).log_prob - part.log_prob[:, u]).abs()
+                for u in range(part.units)
             ]
-        worst = max(range(len(steps)), key=lambda u: errors[u] if errors[u] == errors[u] else float("inf"))
+        gap = torch.stack(table, 1).cpu()
+        errors = {s: gap[steps == s].max().item() for s in steps.unique().tolist()}
+        worst = max(errors, key=lambda s: errors[s] if errors[s] == errors[s] else float("inf"))
         if not errors[worst] <= tolerance:
-            every = all(not e <= tolerance for e in errors)
+            every = all(not e <= tolerance for e in errors.values())
             cause = (
                 "all steps are off: the network is not the one that sampled (dropout on, weights touched, a reward or "
                 "callback changed the pipeline)"
@@ -450,7 +462,7 @@ class Trainer:
                 else "only some steps are off: rounding (time or states in half precision, very small std)"
             )
             raise RatioError(
-                f"before any update |log ratio| is {errors[worst]:.3g} at step {steps[worst]} "
+                f"before any update |log ratio| is {errors[worst]:.3g} at step {worst} "
                 f"(tolerance {tolerance:g}); {cause}. Training on it would be wrong. "
                 "If the rounding is acceptable set ratio_tolerance."
             )

@@ -49,7 +49,7 @@ class LinearPolicy:
         return self.module["w"] * x.double() + self.module["b"] * sigma
 
     def evaluate(self, rollout, unit, sampler):
-        step = rollout.plan.trained_steps[unit]
+        step = rollout.plans[0].trained_steps[unit]
         x = rollout.states[:, unit]
         v = self.velocity(x, rollout.sigmas[step], rollout)
         distribution = sampler.transition(x, v, rollout.sigmas, step)
@@ -113,7 +113,7 @@ def linear_rollout():
             members=list(range(size)) * groups,
             iteration=1,
             seed=4,
-            plan=plan,
+            plans=[plan] * rows,
             sigmas=sigmas,
             guidance_scale=1.0,
             calls={},

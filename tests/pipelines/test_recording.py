@@ -195,7 +195,7 @@ def test_recorded_transitions_follow_the_papers_formula(generator, make_rows, ou
     policy, rows = generator.policy(), make_rows()
     rollout, velocities = outputs_of(generator, policy, rows)
     grid = rollout.sigmas.double().tolist()
-    assert len(velocities) == 4 and rollout.plan.trained_steps == (0, 1, 2)
+    assert len(velocities) == 4 and rollout.plans[0].trained_steps == (0, 1, 2)
     for u in range(3):
         A, C, std = flow_sde(grid[u], grid[u + 1], grid[1], 0.7)
         x, action = rollout.states[:, u].double(), rollout.actions[:, u].double()
@@ -231,7 +231,7 @@ def test_only_the_windows_steps_are_noisy_and_recorded(generator, make_rows, out
     policy, rows = generator.policy(), make_rows()
     sampler = generator.sampler(plan=Window(2, (1, 3)))
     rollout, velocities = outputs_of(generator, policy, rows, sampler)
-    assert rollout.plan.trained_steps == (1, 2) and rollout.states.shape[1] == 2
+    assert rollout.plans[0].trained_steps == (1, 2) and rollout.states.shape[1] == 2
     first = step_noise(rollout.latents.shape[1:], rows, noise.INITIAL)
     second = first + (rollout.sigmas[1] - rollout.sigmas[0]) * velocities[0]
     assert torch.equal(rollout.states[:, 0], second)
@@ -337,7 +337,7 @@ def test_rows_and_cat_are_inverse(generator, make_rows):
 def test_velocity_at_recorded_states_is_the_recorded_calls(generator, peft, perturb, make_rows, outputs_of):
     policy = perturb(generator.policy(peft))
     rollout, recorded = outputs_of(generator, policy, make_rows())
-    for u, step in enumerate(rollout.plan.trained_steps):
+    for u, step in enumerate(rollout.plans[0].trained_steps):
         v = policy.velocity(rollout.states[:, u], rollout.sigmas[step], rollout)
         assert v.dtype == torch.float32 and torch.equal(v, recorded[step])
 

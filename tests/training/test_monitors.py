@@ -164,7 +164,7 @@ def test_drift_after_a_perturbation_is_the_kl_by_hand(rolled, perturb):
     with torch.no_grad():
         for against in ("old", "reference"):
             steps = []
-            for u, step in enumerate(rollout.plan.trained_steps):
+            for u, step in enumerate(rollout.plans[0].trained_steps):
                 x, t, t_next = rollout.states[:, u], rollout.sigmas[step], rollout.sigmas[step + 1]
                 first = float(rollout.sigmas[1])
                 mean = sampler.transition(x, policy.velocity(x, t, rollout), rollout.sigmas, step).mean
