@@ -80,8 +80,8 @@ class Objective(ABC):
     def advantages(self, batch: Batch) -> AdvOut:
         """Advantages `[B, U]` of the full batch, gathered over ranks.
 
-        Called once per rollout, on every rank with the same batch: an objective that keeps statistics updates them here.
-        With `"log_prob"` required, `batch.extra` has the sampler's `unit_table`.
+        Called once per rollout, on every rank with the same batch: an objective that keeps statistics updates them
+        here. With `"log_prob"` required, `batch.extra` has the sampler's `unit_table`.
         """
 
     @abstractmethod

@@ -338,8 +338,8 @@ class Merged(Plan):
 
         l given by `merge`, or the smallest l with  E(n, l) = scale * sqrt(2 pi e) * std(n, n + l) >= tau
 
-    The paper's entropy can be read in more than one way; this is the reading per dimension, in which its tau = 2.2 means
-    std >= .532.
+    The paper's entropy can be read in more than one way; this is the reading per dimension, in which its tau = 2.2
+    means std >= .532.
 
     Args:
         active: steps at which samples leave, ascending.
@@ -414,8 +414,8 @@ class Merged(Plan):
                 end = n + self.merge[k]
                 if end >= steps:
                     raise ValueError(
-                        f"merging {self.merge[k]} steps at step {n} goes beyond the schedule: of {steps} steps the last "
-                        f"is never stochastic, so at most {steps - 1 - n} can be merged there"
+                        f"merging {self.merge[k]} steps at step {n} goes beyond the schedule: of {steps} steps the "
+                        f"last is never stochastic, so at most {steps - 1 - n} can be merged there"
                     )
             else:
                 if std is None:

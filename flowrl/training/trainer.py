@@ -122,7 +122,8 @@ class Trainer:
         if args.group_size % branches or args.group_size < 2 * branches:
             raise ValueError(
                 f"{type(sampler.plan).__name__} splits a group into {branches} parts that are compared within "
-                f"themselves: group_size must be a multiple of {branches}, at least {2 * branches}, not {args.group_size}"
+                f"themselves: group_size must be a multiple of {branches}, at least {2 * branches}, "
+                f"not {args.group_size}"
             )
         trackers = tuple(args.log_with or ())
         check_trackers(trackers)

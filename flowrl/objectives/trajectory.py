@@ -1,0 +1,106 @@
+"""What objectives on sampled transitions share: the core's loss on one column of the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from flowrl.core import AdvOut, Algorithm, Batch
+from flowrl.objectives.base import Copies, Micro, Objective
+from flowrl.policy import Policy, Transition
+from flowrl.rollout import Rollout
+from flowrl.samplers.flow import CPS, FlowSampler
+
+KLForm = Literal["flow_grpo", "exact_mean", "exact_sum", "v_mse"]
+
+
+def transition_kl(
+    policy: Transition, reference: Transition, form: KLForm, sampler: FlowSampler, step_length: float | Tensor
+) -> Tensor:
+    """KL of one transition to the reference, `[b]`; gradient through `policy`.
+
+    exact_sum   ||mu - mu_ref||^2 / (2 std^2)                 the KL, nats
+    exact_mean  the same averaged over the d latent elements
+    flow_grpo   exact_mean x D, i.e. mean (mu - mu_ref)^2 / (2 sigma_t^2): the released form, for which the published
+                beta hold. CPS has no sigma_t; there the released code uses exact_mean.
+    v_mse       mean (v - v_ref)^2, the KL without its step-dependent factor
+    """
+    if form == "v_mse":
+        return (policy.velocity - reference.velocity).pow(2).flatten(1).mean(1)
+    if form == "exact_sum":
+        return policy.distribution.kl(reference.distribution, reduce="sum")
+    kl = policy.distribution.kl(reference.distribution, reduce="mean")
+    return kl * torch.as_tensor(step_length).to(kl) if form == "flow_grpo" and not isinstance(sampler, CPS) else kl
+
+
+@dataclass(kw_only=True)
+class TrajectoryObjective(Objective):
+    """A preset of the core on the Gaussian transitions of an SDE sampler.
+
+    A method is a subclass whose `__post_init__` builds `algorithm`, and that adds in `measure` what its links read
+    besides log-probabilities.
+
+    Args:
+        kl: weight beta of the KL to the reference; 0 skips the reference pass.
+        kl_form: see `transition_kl`.
+    """
+
+    kl: float = 0.0
+    kl_form: KLForm = "flow_grpo"
+    algorithm: Algorithm = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kl < 0:
+            raise ValueError(f"kl must not be negative, got {self.kl}")
+        if self.kl_form not in get_args(KLForm):
+            raise ValueError(f"unknown kl_form {self.kl_form!r}: one of {', '.join(get_args(KLForm))}")
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset({"log_prob", "reference"} if self.kl > 0 else {"log_prob"})
+
+    def columns(self, rollout: Rollout) -> int:
+        return rollout.units
+
+    def advantages(self, batch: Batch) -> AdvOut:
+        return self.algorithm.advantages(batch)
+
+    def measure(self, transition: Transition, rollout: Rollout, unit: int) -> dict[str, Tensor]:
+        """Further entries `[b, 1]` of `Batch.extra`, detached."""
+        return {}
+
+    def loss(self, policy: Policy, sampler: FlowSampler, micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
+        rollout, u = micro.rollout, micro.unit
+        reference = None
+        if self.kl > 0:  # before the pass with gradients: no weights may change between it and its backward
+            with torch.no_grad(), policy.use("reference"):
+                reference = policy.evaluate(rollout, u, sampler)
+        transition = policy.evaluate(rollout, u, sampler)
+        token_kl = None
+        if reference is not None:
+            start, end = rollout.interval(u)
+            length = rollout.sigmas[start] - rollout.sigmas[end]
+            token_kl = transition_kl(transition, reference, self.kl_form, sampler, length)
+        with torch.no_grad():
+            measured = self.measure(transition, rollout, u)
+        batch = replace(
+            micro.batch,
+            logp=transition.log_prob[:, None],
+            old_logp=rollout.log_prob[:, u : u + 1],
+            token_kl=None if token_kl is None else token_kl[:, None],
+            extra=micro.batch.extra | measured,
+        )
+        return self.algorithm.loss(batch, micro.advantage)
+
+    def after_update(self, copies: Copies, iteration: int, stats: Mapping[str, float]) -> None:
+        self.algorithm.on_step(stats)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.algorithm.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.algorithm.load_state_dict(state)
