@@ -12,6 +12,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "FlowGRPO": "flowrl.objectives",
+    "FlowDPPO": "flowrl.objectives",
+    "EGRPO": "flowrl.objectives",
+    "SuperFlow": "flowrl.objectives",
     "DiffusionNFT": "flowrl.objectives",
     "Objective": "flowrl.objectives",
     "ODE": "flowrl.samplers",
@@ -22,6 +25,9 @@ _HOMES = {
     "FlowSampler": "flowrl.samplers",
     "AllSteps": "flowrl.samplers",
     "Window": "flowrl.samplers",
+    "SlidingWindow": "flowrl.samplers",
+    "RandomSteps": "flowrl.samplers",
+    "Merged": "flowrl.samplers",
     "DiffusersPolicy": "flowrl.pipelines.recording",
     "load_pipeline": "flowrl.pipelines.recording",
     "RewardOutput": "flowrl.rewards",
@@ -34,10 +40,22 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
-    from flowrl.objectives import DiffusionNFT, FlowGRPO, Objective
+    from flowrl.objectives import EGRPO, DiffusionNFT, FlowDPPO, FlowGRPO, Objective, SuperFlow
     from flowrl.pipelines.recording import DiffusersPolicy, load_pipeline
     from flowrl.rewards import RewardOutput, RewardSet
-    from flowrl.samplers import CPS, CPWS, ODE, AllSteps, DanceSDE, FlowSampler, FlowSDE, Window
+    from flowrl.samplers import (
+        CPS,
+        CPWS,
+        ODE,
+        AllSteps,
+        DanceSDE,
+        FlowSampler,
+        FlowSDE,
+        Merged,
+        RandomSteps,
+        SlidingWindow,
+        Window,
+    )
     from flowrl.training.arguments import TrainingArguments
     from flowrl.training.prompts import PromptSet
     from flowrl.training.trainer import Trainer

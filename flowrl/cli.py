@@ -87,6 +87,20 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("recipe", metavar="NAME", nargs="?")
     sub = command(_report, "write a run's report.html again", recipe=False, as_json=False)
     sub.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    sub = command(_algorithms, "list the algorithms, or print one's card", recipe=False)
+    sub.add_argument("name", metavar="NAME", nargs="?")
+    sub.add_argument("--write-docs", metavar="DIR", type=Path, help="write all cards as pages of the documentation")
+    sub = command(_bench, "compare the algorithms and samplers under one budget", recipe=False)
+    sub.add_argument("world", choices=["miniature"])
+    sub.add_argument("overrides", metavar="key=value", nargs="*", help="recipe settings of every run")
+    sub.add_argument("--only", metavar="A,B", type=_names, help="some of the methods; default: all")
+    sub.add_argument("--seeds", metavar="N,M", type=_seeds, default=[0, 1, 2], help="default 0,1,2")
+    sub.add_argument("--forwards", metavar="N", type=_positive, help="budget of transformer forwards; default 200000")
+    sub.add_argument("--seconds", metavar="S", type=_positive, help="budget of training seconds; default 300")
+    sub.add_argument("--output", metavar="DIR", type=Path, default=Path("runs/bench"), help="default runs/bench")
+    mode = sub.add_mutually_exclusive_group()
+    mode.add_argument("--tune", action="store_true", help="search each method's settings first; runs then use them")
+    mode.add_argument("--docs", metavar="PAGE", type=Path, help="run nothing: write the repository's results into PAGE")
     return parser
 
 
@@ -94,6 +108,17 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
     return int(text)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _seeds(text: str) -> list[int]:
+    names = _names(text)
+    if not names or not all(name.isdecimal() for name in names):
+        raise argparse.ArgumentTypeError(f"must be seeds such as 0,1,2, not {text!r}")
+    return [int(name) for name in names]
 
 
 # --------------------------------------------------------------------------------------------------- commands
@@ -234,6 +259,67 @@ def _report(args: argparse.Namespace) -> int:
 
     with _usage():
         print(write_report(args.run_dir))
+    return 0
+
+
+def _algorithms(args: argparse.Namespace) -> int:
+    from flowrl.miniature import bench, results
+    from flowrl.objectives import cards
+
+    if args.write_docs is not None:
+        for file in results.write_pages(args.write_docs, bench.cost, results.load()):
+            print(file)
+        return 0
+    if args.name is None:
+        listed = results.overview()
+        if args.json:
+            _print_json(listed)
+        else:
+            print(_table(listed))
+        return 0
+    with _usage():
+        card = cards.find(args.name)
+    facts = results.card_facts(card, bench.cost(card.name), results.load())
+    if args.json:
+        _print_json(facts)
+    else:
+        print(results.card_page(facts), end="")
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from flowrl.miniature import bench, results
+
+    if args.docs is not None:
+        with _usage():
+            results.write_comparison(args.docs, results.load())
+        print(args.docs)
+        return 0
+    given = {"forwards": args.forwards, "seconds": args.seconds}
+    budget = bench.Budget(**{k: v for k, v in given.items() if v is not None})
+    with _usage():
+        if args.tune:
+            jobs = bench.search(args.output, args.only, budget, args.overrides)
+        else:
+            jobs = bench.comparison(args.output, args.only, args.seeds, budget, args.overrides)
+    records = bench.work(jobs)
+    if args.tune:
+        tuning = bench.choose(args.output, jobs, records)
+        found = results.search_rows(tuning)
+        if args.json:
+            _print_json(tuning)
+        else:
+            print(f"{_table(found)}\n\n{args.output / 'tuning.json'}")
+        return 0
+    collected = bench.collect(args.output)
+    plots = results.plot(collected, args.output)
+    tables = {axis: results.rows(collected, axis) for axis in ("forwards", "seconds")}
+    if args.json:
+        _print_json({**tables, "results": str(args.output / "results.json"), "plots": [str(file) for file in plots]})
+    else:
+        for axis, table in tables.items():
+            print(f"\nequal {axis}: {collected['budget'][axis]:,}\n\n{_table(table)}")
+        print("", args.output / "results.json", *plots, sep="\n")
     return 0
 
 

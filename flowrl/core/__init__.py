@@ -4,7 +4,16 @@ from . import auxiliary, controllers, divergences, ratios, surrogates  # noqa: F
 from .advantages import combine_channels
 from .aggregation import masked_mean, masked_quantile
 from .algorithm import Algorithm
-from .allocation import Draw, Request, run_sampler, stateless_rng
+from .allocation import (
+    Draw,
+    Request,
+    beta_update,
+    beta_value,
+    largest_remainder,
+    run_sampler,
+    stateless_rng,
+    uncertainty,
+)
 from .batch import AdvOut, Batch, Correction, State, Totals
 from .credit import diff_boundary, gather_seg, segment_mean, suffix_sum
 from .grouping import (
@@ -35,6 +44,8 @@ __all__ = [
     "Request",
     "State",
     "Totals",
+    "beta_update",
+    "beta_value",
     "bt_fit",
     "combine_channels",
     "diff_boundary",
@@ -45,6 +56,7 @@ __all__ = [
     "group_mean",
     "group_median",
     "group_std",
+    "largest_remainder",
     "loo",
     "lookup",
     "masked_mean",
@@ -56,6 +68,7 @@ __all__ = [
     "segment_mean",
     "stateless_rng",
     "suffix_sum",
+    "uncertainty",
     "vote",
     "zero_spread_share",
 ]

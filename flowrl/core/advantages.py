@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .allocation import TRACKER, beta_value
 from .batch import Batch, State
 from .grouping import gnorm, group_std
 from .grouping import loo as leave_one_out
@@ -49,10 +50,38 @@ def loo(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tens
     return leave_one_out(x, batch.group_id, batch.valid_rows)
 
 
+@register("advantage", "beta_baseline", first=True, **TRACKER, eps=1e-4)
+def beta_baseline(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
+    """r - vhat standardised over the batch: A = (d - mean d) / (std d + eps), d = r - vhat, population std.
+
+    vhat is the prompt's `beta_value`, keyed by group id, so the batch must be shown to the tracker only afterwards.
+    Exactly 0 where all d are equal. Raises ValueError on several channels.
+    Source: SuperFlow, arXiv 2512.17951, and SPO, arXiv 2509.13232. DERIVED, not verified.
+    """
+    if x.dim() != 1:
+        raise ValueError(f"advantage link 'beta_baseline' needs a reward [B], got {tuple(x.shape)}")
+    value = [beta_value(state, key, cfg.beta_prior) for key in batch.group_id.tolist()]
+    everyone = torch.zeros_like(batch.group_id)
+    return gnorm(x - x.new_tensor(value), everyone, ddof=0, eps=cfg.eps, valid=batch.valid_rows)
+
+
 @register("advantage", "clip", first=False, adv_clip_max=5.0)
 def clip(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
     """A clamped to [-adv_clip_max, adv_clip_max]."""
     return x.clamp(-cfg.adv_clip_max, cfg.adv_clip_max)
+
+
+@register("advantage", "sum_shared", needs=("transition",), first=False)
+def sum_shared(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
+    """Rows that share one action get the sum of their advantages: one action, valued by all that came of it.
+
+    `batch.extra["transition"]` [B] int: equal for the rows that share. An action of K rows enters a mean over rows K
+    times, so the mean of a loss over rows is its mean over actions. A row that shares with none keeps its advantage.
+    Source: the granularities of E-GRPO, arXiv 2601.00423, where one noisy step is continued on K grids.
+    """
+    x = torch.where(batch.valid_rows if x.dim() == 1 else batch.valid_rows[:, None], x, 0)
+    action = torch.unique(batch.extra["transition"].to(x.device), return_inverse=True)[1]
+    return torch.zeros_like(x).index_add(0, action, x)[action]
 
 
 def combine_channels(

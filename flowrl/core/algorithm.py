@@ -95,7 +95,9 @@ class Algorithm:
         `batch.totals` given, losses and metrics add up over the micro-batches and ranks of one update to
         those of the full batch; nothing is left to divide. Metrics that add up: loss, pg_loss, kl (before
         beta), kl_loss (beta kl), one aux/NAME per term (before its coefficient), clip_frac_high and
-        clip_frac_low (share of ratios beyond the bounds), approx_kl = 0.5 mean (log ratio)^2, ratio_mean.
+        clip_frac_low (share of ratios beyond the bounds), drop_frac (share of units whose surrogate
+        a correction drops), approx_kl = 0.5 mean (log ratio)^2, ratio_mean, ratio_square_mean, divergence (mean, where
+        `extra` has it).
         Exceptions: ratio_min, ratio_max and log_ratio_max (largest |log ratio| before the clamp) are
         extremes; lr_scale multiplies the learning rate of this update. Raises ValueError when a link misses
         its data, or a correction wants to renormalise a partial batch.
@@ -138,6 +140,9 @@ class Algorithm:
             loss = loss + coef * metrics[f"aux/{name}"]
         metrics |= {"loss": loss, "lr_scale": torch.tensor(fix.lr_scale)}
         metrics |= _ratio_metrics(raw, bounds, mask, batch)
+        if self.links["correction"]:
+            acting = kept if fix.weight is None else kept & (fix.weight != 0)
+            metrics["drop_frac"] = (mask & ~acting).sum() / max((batch.totals or Totals.of(mask)).tokens, 1)
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def on_step(self, stats: Mapping[str, Any]) -> None:
@@ -214,11 +219,14 @@ def _ratio_metrics(raw: Tensor, bounds: tuple[Any, Any], mask: Tensor, batch: Ba
     def share(x: Tensor) -> Tensor:
         return torch.where(mask, x, 0).sum() / tokens
 
-    return {
+    divergence = batch.extra.get("divergence")
+    moved = {} if divergence is None else {"divergence": share(divergence.to(ratio))}
+    return moved | {
         "clip_frac_high": share((ratio > 1 + hi).to(ratio)),
         "clip_frac_low": share((ratio < 1 - lo).to(ratio)),
         "approx_kl": 0.5 * share(log_ratio**2),
         "ratio_mean": share(ratio),
+        "ratio_square_mean": share(ratio**2),
         "ratio_min": torch.where(mask, ratio, torch.inf).min(),
         "ratio_max": torch.where(mask, ratio, -torch.inf).max(),
         "log_ratio_max": torch.where(mask, raw.abs(), 0).max(),

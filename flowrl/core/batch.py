@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 State = dict[str, Any]
-"""What hooks remember between updates: numbers, tensors and lists only, so that it can be checkpointed."""
+"""What hooks remember between updates: numbers, tensors, lists and dicts only, so that it can be checkpointed."""
 
 Index = slice | Tensor | Sequence[int]
 

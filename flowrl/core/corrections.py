@@ -41,3 +41,32 @@ def tis(log_ratio: Tensor, adv_tok: Tensor, batch: Batch, state: State, cfg: Any
     assert batch.old_logp is not None and batch.behav_logp is not None
     gap = (batch.old_logp - batch.behav_logp).detach().clamp(-20, 20)
     return Correction(weight=torch.exp(gap).clamp(max=cfg.tis_cap))
+
+
+@register("correction", "divergence_mask", needs=("divergence", "old_logp"), delta=1e-6, divergence_rule="ratio")
+def divergence_mask(log_ratio: Tensor, adv_tok: Tensor, batch: Batch, state: State, cfg: Any) -> Correction:
+    """Drop the units that have left the trust region and would be pushed further out; keep those that return.
+
+        M = 0  where  D >= delta  and the update leads outwards,  else 1
+
+    D is `batch.extra["divergence"]` [B,T] >= 0, of the old policy and the current one (mean over a unit's elements,
+    like the log-probs). Dropped units lose their surrogate, not their KL to the reference, and still count in the
+    denominator. Outwards means, by cfg.divergence_rule:
+
+        "ratio"      (A > 0 and r > 1) or (A < 0 and r < 1), as in the released code
+        "predicted"  A (log r - D) > 0
+
+    For Gaussians of one std, (log r - D) / (std^2 d) is the inner product of the gradients of log r and of D with
+    respect to the mean: the second rule asks whether a small step of the mean along the update raises D.
+
+    The paper also names a threshold on a predicted divergence after the update. Its formula is not known here, so it
+    is left out. Raises ValueError on an unknown rule. Source: Flow-DPPO, arXiv 2606.11025.
+    """
+    divergence = batch.extra["divergence"].to(log_ratio)
+    if cfg.divergence_rule == "ratio":
+        outwards = adv_tok * log_ratio > 0
+    elif cfg.divergence_rule == "predicted":
+        outwards = adv_tok * (log_ratio - divergence) > 0
+    else:
+        raise ValueError(f"unknown divergence_rule {cfg.divergence_rule!r}: 'ratio' or 'predicted'")
+    return Correction(weight=(~((divergence >= cfg.delta) & outwards)).to(log_ratio))

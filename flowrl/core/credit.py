@@ -51,3 +51,22 @@ def by_segment(adv_tok: None, adv: Tensor, batch: Batch, state: State, cfg: Any)
         raise ValueError(f"credit link 'gather_seg' needs an advantage [B,K], got {tuple(adv.shape)}")
     assert batch.seg is not None
     return gather_seg(adv, batch.seg)
+
+
+@register("credit", "step_weight", needs=("std", "length"), first=False)
+def step_weight(adv_tok: Tensor, adv: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
+    """A_it = u_t A_i,   u_t = sigma_t / mean_t sigma_t,   sigma_t = std_t / sqrt(length_t).
+
+    std and length [B,T] are the noise and the time step of each unit of a flow sampler; the mean is over the row's
+    units in the mask, so that u has mean 1. Computed in float64 and rounded to float32: a constant sigma gives exactly
+    1, and so does a row of one unit. Raises ValueError where a unit in the mask has no positive std or length.
+    Source: SuperFlow, arXiv 2512.17951. DERIVED, not verified.
+    """
+    mask = batch.mask != 0
+    std, length = batch.extra["std"].double(), batch.extra["length"].double()
+    bad = mask & ~((std > 0) & (length > 0))
+    if bad.any():
+        raise ValueError(f"credit link 'step_weight' needs std > 0 and length > 0, {int(bad.sum())} units have not")
+    sigma = torch.where(mask, std / length.sqrt(), 0)
+    mean = sigma.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    return adv_tok * torch.where(mask, sigma / mean, 0).float().to(adv_tok)

@@ -73,5 +73,33 @@ PRESETS: dict[str, Preset] = {
                 "beta": 0.0,
             },
         ),
+        Preset(
+            name="flow_dppo",
+            paper="2606.11025",
+            formula_status="verified",
+            advantage=("global_std",),
+            bounds="open",
+            correction=("divergence_mask",),
+            kl="exact",
+            cfg={"ddof": 1, "eps": 1e-8},
+        ),
+        Preset(
+            name="e_grpo",
+            paper="2601.00423",
+            formula_status="verified",
+            advantage=("z", "clip"),
+            kl="exact",
+            cfg={"eps": 1e-8, "clip_lo": 1e-4, "clip_hi": 1e-4},
+        ),
+        Preset(
+            name="superflow",
+            paper="2512.17951",
+            formula_status="derived",
+            advantage=("beta_baseline", "clip"),
+            credit=("broadcast", "step_weight"),
+            kl="exact",
+            sampler="variance",
+            cfg={"clip_lo": 1e-4, "clip_hi": 1e-4, "beta": 0.04},
+        ),
     )
 }

@@ -148,6 +148,7 @@ def write_report(run_dir: str | Path) -> Path:
             _headline(run),
             _section("Scores", _scores(run)),
             _section("Same seeds, before and after", _gallery(run)),
+            _section("Health", _health(run)),
             _section("Curves", f'<div class="figures">{"".join(figures)}</div>' if figures else ""),
             _section("Time", _timings(run)),
             _section("Recipe", _recipe(run)),
@@ -244,6 +245,26 @@ def _cell(key: str, value: Any) -> str:
         kind = "" if key != "change" or value == 0 else ' class="up"' if value > 0 else ' class="down"'
         return f"<span{kind}>{value:{'+' if key == 'change' else ''}.3f}</span>"
     return html.escape(str(value).replace("_", " ") if key == "task" else str(value))
+
+
+def _health(run: Run) -> str:
+    """Alarms, and per banded metric: its newest value, its band, and the share of rows in each colour."""
+    from flowrl.training.bands import BANDS, COLOURS
+
+    body, beyond = "", {"above": "&gt;", "below": "&lt;", "both": "±"}
+    for name, band in BANDS.items():
+        _, levels = run.series(f"health/{name}")
+        if levels:
+            colour, (_, values) = COLOURS[int(levels[-1])], run.series(name)
+            shares = "".join(f"<td>{levels.count(i) / len(levels):.0%}</td>" for i in range(len(COLOURS)))
+            limits = "".join(f"<td>{beyond[band.side]} {x:g}</td>" for x in (band.amber, band.red))
+            body += f"<tr><td>{name}</td><td class={colour}>{values[-1]:.3g}</td>{limits}{shares}</tr>"
+    if not body:
+        return ""
+    head = "".join(f"<th>{k}</th>" for k in ("metric", "newest", "amber", "red", *(f"% {c}" for c in COLOURS)))
+    alarms = "".join(f"<p class=red>Alarm: {html.escape(a)}</p>" for a in run.summary.get("alarms", []))
+    note = "<p class=note>Share of the iterations in each colour. Amber: look at the samples; red: act.</p>"
+    return f"{alarms}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
 
 
 def _gallery(run: Run) -> str:
@@ -464,6 +485,16 @@ _FIGURES: tuple[Callable[[Run], str], ...] = (
     _drift,
     _ratio,
     _clipped,
+    _simple(
+        "Effective sample size",
+        "(sum r)^2 / (n sum r^2) of the importance ratios, mean of the iteration's updates.",
+        size="train/effective_sample_size",
+    ),
+    _simple(
+        "Diversity within groups",
+        "RMS pixel distance of two images of one prompt.",
+        diversity="images/diversity",
+    ),
     _simple("Gradient norm", "Before clipping, mean of the iteration's updates.", norm="train/grad_norm"),
     _simple(
         "Groups that teach nothing",
@@ -495,6 +526,7 @@ th, td { text-align: right; padding: 5px 16px; border-bottom: 1px solid #e4e7eb;
 th:first-child, td:first-child { text-align: left; padding-left: 4px; }
 tr.total td { font-weight: 600; border-top: 2px solid #cbd2d9; }
 .up { color: #0b6b3a; } .down { color: #b42318; }
+.green { background: #e3f6ec; } .amber { background: #fff3d6; } .red { background: #fde2df; }
 .bar { width: 320px; } .bar span { display: block; height: 10px; background: #0072b2; border-radius: 3px; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 28px; }
 .figures img { width: 100%; } figure { margin: 0; }

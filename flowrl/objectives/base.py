@@ -41,7 +41,8 @@ class Objective(ABC):
     """How a rollout with rewards becomes a loss.
 
     `requires`: what it needs of the sampler, the policy and the trainer, out of `"log_prob"` (stochastic steps with a
-    density), `"old"` (an averaged copy of the weights) and `"reference"` (the weights before training).
+    density), `"mean"` (their exact means, `Rollout.means`), `"branches"` (samples of a group that part from one shared
+    trajectory), `"old"` (an averaged copy of the weights) and `"reference"` (the weights before training).
     `behaviour`: the weights that sample the rollouts.
     """
 
@@ -57,7 +58,12 @@ class Objective(ABC):
         Raises:
             ValueError: with the reason and the remedy.
         """
-        if "log_prob" not in self.requires:
+        if "branches" in self.requires and not sampler.plan.anchored:
+            raise ValueError(
+                f"{type(self).__name__} compares samples that part from one trajectory, and with "
+                f"plan={type(sampler.plan).__name__} every sample has its own. Take plan=Merged(...)."
+            )
+        if not {"log_prob", "mean"} & self.requires:
             return
         members = list(range(sampler.plan.branches))
         plans = sampler.draw_plans(sampler.sigmas(1024), 0, 0, [0] * len(members), members)  # any resolution will do
@@ -81,7 +87,8 @@ class Objective(ABC):
         """Advantages `[B, U]` of the full batch, gathered over ranks.
 
         Called once per rollout, on every rank with the same batch: an objective that keeps statistics updates them
-        here. With `"log_prob"` required, `batch.extra` has the sampler's `unit_table`.
+        here. With `"log_prob"` required, `batch.extra` has the sampler's `unit_table`, and in `transition` [B] ids that
+        are equal for samples with the same stochastic steps and noise.
         """
 
     @abstractmethod

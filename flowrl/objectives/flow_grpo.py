@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowrl.core import Algorithm
 from flowrl.objectives.trajectory import KLForm, TrajectoryObjective, transition_kl
 
 __all__ = ["FlowGRPO", "KLForm", "transition_kl"]
@@ -24,6 +23,7 @@ class FlowGRPO(TrajectoryObjective):
         global_std: std over all rewards of the iteration (True) or over the group.
         kl: weight beta of the KL to the reference; 0 skips the reference pass (.04 published for GenEval and OCR).
         kl_form: see `transition_kl`.
+        allocation, rho, m_min, m_max: see `TrajectoryObjective`.
     """
 
     clip_range: float = 1e-4
@@ -34,7 +34,7 @@ class FlowGRPO(TrajectoryObjective):
         super().__post_init__()
         if self.clip_range <= 0 or self.adv_clip_max <= 0:
             raise ValueError("clip_range and adv_clip_max must be positive")
-        self.algorithm = Algorithm(
+        self.algorithm = self.build(
             "flow_grpo",
             clip_lo=self.clip_range,
             clip_hi=self.clip_range,

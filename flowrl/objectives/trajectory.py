@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from flowrl.core import AdvOut, Algorithm, Batch
+from flowrl.core import PRESETS, AdvOut, Algorithm, Batch, Preset, beta_update
 from flowrl.objectives.base import Copies, Micro, Objective
 from flowrl.policy import Policy, Transition
-from flowrl.rollout import Rollout
+from flowrl.rollout import Prompt, Rollout
 from flowrl.samplers.flow import CPS, FlowSampler
 
 KLForm = Literal["flow_grpo", "exact_mean", "exact_sum", "v_mse"]
+Allocation = Literal["fixed", "variance"]
 
 
 def transition_kl(
@@ -41,16 +43,25 @@ def transition_kl(
 class TrajectoryObjective(Objective):
     """A preset of the core on the Gaussian transitions of an SDE sampler.
 
-    A method is a subclass whose `__post_init__` builds `algorithm`, and that adds in `measure` what its links read
-    besides log-probabilities.
+    A method is a subclass whose `__post_init__` gets its `algorithm` from `build`, and that adds in `measure` what its
+    links read besides log-probabilities.
 
     Args:
         kl: weight beta of the KL to the reference; 0 skips the reference pass.
         kl_form: see `transition_kl`.
+        allocation: "fixed", every prompt of an iteration gets the same number of samples; or "variance", the same
+            total goes where a tracker of each prompt's rewards is most uncertain, for rewards in [0, 1]
+            (`core.allocation`; from SuperFlow, DERIVED, not verified).
+        rho: forgetting factor of that tracker in (0, 1]; it remembers about 1 / (1 - rho) samples of a prompt.
+        m_min, m_max: bounds of a prompt's share under "variance".
     """
 
     kl: float = 0.0
     kl_form: KLForm = "flow_grpo"
+    allocation: Allocation = "fixed"
+    rho: float = 0.9
+    m_min: int = 4
+    m_max: int = 48
     algorithm: Algorithm = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,16 +69,54 @@ class TrajectoryObjective(Objective):
             raise ValueError(f"kl must not be negative, got {self.kl}")
         if self.kl_form not in get_args(KLForm):
             raise ValueError(f"unknown kl_form {self.kl_form!r}: one of {', '.join(get_args(KLForm))}")
+        if self.allocation not in get_args(Allocation):
+            raise ValueError(f"unknown allocation {self.allocation!r}: one of {', '.join(get_args(Allocation))}")
+        if not 0 < self.rho <= 1:
+            raise ValueError(f"rho must lie in (0, 1], got {self.rho}")
+        if not 2 <= self.m_min <= self.m_max:
+            raise ValueError(f"a group needs 2 <= m_min <= m_max, got m_min {self.m_min} and m_max {self.m_max}")
+
+    def build(self, preset: str | Preset, **cfg: Any) -> Algorithm:
+        """The algorithm of `preset` with the settings `cfg` and this objective's allocation."""
+        preset = PRESETS[preset] if isinstance(preset, str) else preset
+        if self.allocation == "variance":
+            cfg |= {"m_min": self.m_min, "m_max": self.m_max}
+        if self.tracks:
+            cfg["rho"] = self.rho
+        return Algorithm(replace(preset, sampler=self.allocation), **cfg)
+
+    @property
+    def tracks(self) -> bool:
+        """Whether the rewards of every prompt are tracked."""
+        return self.allocation == "variance"
 
     @property
     def requires(self) -> frozenset[str]:
         return frozenset({"log_prob", "reference"} if self.kl > 0 else {"log_prob"})
 
+    def check(self, sampler: FlowSampler) -> None:
+        super().check(sampler)
+        if self.allocation == "variance" and sampler.plan.branches > 1:
+            raise ValueError(
+                f"{type(sampler.plan).__name__} splits every group into {sampler.plan.branches} equal parts, so "
+                "groups cannot have any size: take allocation='fixed', or a plan without branches"
+            )
+
+    def allocate(self, prompts: Sequence[Prompt], samples: int) -> list[int]:
+        # Without branches the index is the batch's group id, by which the tracker knows the prompt.
+        requests = next(self.algorithm.sampler([p.index for p in prompts], SimpleNamespace(budget=samples)))
+        return [request.n for request in requests]
+
     def columns(self, rollout: Rollout) -> int:
         return rollout.units
 
     def advantages(self, batch: Batch) -> AdvOut:
-        return self.algorithm.advantages(batch)
+        out = self.algorithm.advantages(batch)
+        if self.tracks:  # only now: a baseline must not know the rewards it is subtracted from
+            rows, cfg = batch.valid_rows, self.algorithm.cfg
+            keys, rewards = batch.group_id[rows].tolist(), batch.reward[rows].tolist()
+            beta_update(self.algorithm.state, keys, rewards, cfg.rho, cfg.beta_prior)
+        return out
 
     def measure(self, transition: Transition, rollout: Rollout, unit: int) -> dict[str, Tensor]:
         """Further entries `[b, 1]` of `Batch.extra`, detached."""

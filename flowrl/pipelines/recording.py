@@ -25,7 +25,7 @@ from flowrl import noise
 from flowrl.pipelines.families import family_of
 from flowrl.policy import Transition, Weights
 from flowrl.rollout import Conditioning, Prompt, Rollout
-from flowrl.samplers.flow import ODE, FlowSampler, dpm2_step
+from flowrl.samplers.flow import ODE, FlowSampler
 from flowrl.samplers.plans import StepPlan
 from flowrl.samplers.schedules import SchedulerConfig
 
@@ -53,10 +53,10 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         self.actions: list[Tensor] = []
         self.means: list[Tensor] = []
         self.log_prob: list[Tensor] = []
-        self.previous: Tensor | None = None
+        self.previous: tuple[float, Tensor] | None = None
         self.position = 0  # in the plan's path
-        stochastic = [k for k, s in enumerate(plan.stochastic) if s]
-        self.multistep_from = stochastic[-1] + 1 if plan.solver == "dpm2" and stochastic else len(plan.stochastic)
+        last = max((k for k, noisy in enumerate(plan.stochastic) if noisy), default=-1)
+        self.multistep_from = last + 1 if plan.solver == "dpm2" else len(plan.stochastic)
 
     @property
     def ahead(self) -> Tensor:
@@ -78,22 +78,20 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         """Take the next step of the plan and record it."""
         k = self.position
         self.position = k + 1
-        start, end = self.plan.intervals[k]
+        (start, end), stochastic = self.plan.intervals[k], self.plan.stochastic[k]
         if start in self.keep:
             self.visited[start] = sample, model_output
+        previous = self.previous if k >= self.multistep_from else None
         distribution = self.sampler.transition(
-            sample, model_output, self.grid, start, self.plan.stochastic[k], self.previous, end=end
+            sample, model_output, self.grid, start, stochastic, end=end, previous=previous
         )
-        if self.plan.stochastic[k]:
+        if stochastic:
             action = distribution.sample(self.draw(start).to(sample.device))
-        elif isinstance(self.sampler, ODE) and self.sampler.solver != "euler":
+        elif previous is not None:
             action = distribution.mean
-        elif k >= self.multistep_from and self.previous is not None:
-            t_previous, t, t_next = self.grid[list(self.plan.path[k - 1 : k + 2])].tolist()
-            action = dpm2_step(sample, model_output, t_previous, t, t_next, self.previous)
         else:  # the stock scheduler's own arithmetic: in half precision it rounds dt * v, which the mean does not
             action = sample.float() + (self.grid[end] - self.grid[start]) * model_output
-        self.previous = self.sampler.clean_estimate(sample, model_output, self.grid, start)
+        self.previous = self.grid[start].item(), self.sampler.clean_estimate(sample, model_output, self.grid, start)
         # Round to the model's dtype first and score what was really taken, or the ratio would not be one.
         action = action.to(model_output.dtype)
         if self.plan.trained[k]:
@@ -196,9 +194,9 @@ class DiffusersPolicy:
         sigmas = self.sigmas(sampler)
         plans = sampler.draw_plans(sigmas, seed, iteration, [p.index for p in prompts], members)
         anchors = self._anchors(prompts, plans, sampler, sigmas, seed, iteration, batch_size)
-        alike: dict[tuple, list[int]] = {}  # a batch walks one path
+        alike: dict[StepPlan, list[int]] = {}  # a batch walks one path, whoever's noise its samples take
         for i, plan in enumerate(plans):
-            alike.setdefault((plan.path, plan.stochastic, plan.trained, plan.anchor, plan.solver), []).append(i)
+            alike.setdefault(replace(plan, noise_member=None, branch=0), []).append(i)
         order = [i for rows in alike.values() for i in rows]
         parts = [
             self._sample_chunk(

@@ -1,7 +1,7 @@
 """How a generation becomes a decision process: kernels, sigma grids and step plans."""
 
 from flowrl.samplers.flow import CPS, CPWS, ODE, DanceSDE, FlowSampler, FlowSDE
-from flowrl.samplers.plans import AllSteps, Plan, StepPlan, Window
+from flowrl.samplers.plans import AllSteps, Merged, Plan, RandomSteps, SlidingWindow, StepPlan, Window
 from flowrl.samplers.schedules import Explicit, Schedule, SchedulerConfig, SingleShift
 
 __all__ = [
@@ -13,10 +13,13 @@ __all__ = [
     "Explicit",
     "FlowSDE",
     "FlowSampler",
+    "Merged",
     "Plan",
+    "RandomSteps",
     "Schedule",
     "SchedulerConfig",
     "SingleShift",
+    "SlidingWindow",
     "StepPlan",
     "Window",
 ]

@@ -21,6 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -53,7 +54,7 @@ class FlowSampler(ABC):
             CPS code uses as a log-probability. Only the first makes ratios and KL statements exact.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value out of range, or a plan that does not fit the number of steps.
     """
 
     steps: int = 10
@@ -72,6 +73,8 @@ class FlowSampler(ABC):
                 raise ValueError(f"{name} must be finite and not negative, not {value!r}")
         if self.logprob not in ("gaussian", "unnormalised"):
             raise ValueError(f"unknown logprob {self.logprob!r}{suggest(self.logprob, _LOGPROBS)}")
+        # A plan that no grid of this many steps can serve is refused here; what depends on the grid, in `draw_plans`.
+        self.plan.draw(0, 0, self.steps, [True] * (self.steps - 1) + [False], std=lambda start, end: math.inf)
 
     @abstractmethod
     def coefficients(self, t: Any, t_next: Any, sigma_1: Any) -> Coefficients:
@@ -113,7 +116,7 @@ class FlowSampler(ABC):
         return (std > 0) & (grid[1:] > 0)
 
     def std(self, sigmas: Tensor, start: int, end: int) -> float:
-        """Standard deviation of a stochastic step from `sigmas[start]` to `sigmas[end]`."""
+        """Standard deviation of the stochastic step from `sigmas[start]` to `sigmas[end]`, 0 where there is none."""
         grid = sigmas.double().cpu()
         return self.coefficients(grid[start], grid[end], grid[1])[2].item()
 
@@ -126,16 +129,9 @@ class FlowSampler(ABC):
             ValueError: the plan does not fit the grid, or gives samples different numbers of trained steps.
         """
         feasible = self.feasible(sigmas).tolist()
+        std = cache(lambda start, end: self.std(sigmas, start, end))  # the samples ask for the same few steps
         plans = [
-            self.plan.draw(
-                seed,
-                iteration,
-                len(sigmas) - 1,
-                feasible,
-                prompt=prompt,
-                member=member,
-                std=lambda start, end: self.std(sigmas, start, end),
-            )
+            self.plan.draw(seed, iteration, len(feasible), feasible, prompt=prompt, member=member, std=std)
             for prompt, member in zip(prompts, members, strict=True)
         ]
         counts = {len(plan.trained_steps) for plan in plans}
@@ -164,9 +160,9 @@ class FlowSampler(ABC):
         sigmas: Tensor,
         step: int | Tensor,
         stochastic: bool = True,
-        previous: Tensor | None = None,
         *,
         end: int | Tensor | None = None,
+        previous: tuple[float, Tensor] | None = None,
     ) -> Gaussian:
         """The distribution of x' after one step, from state `x [b, ...]` and velocity `v [b, ...]`.
 
@@ -177,16 +173,20 @@ class FlowSampler(ABC):
         Args:
             sigmas: the grid `[T + 1]`, best on the CPU, where it is read without synchronisation.
             step: index in 0..T-1, or an integer tensor `[b]` with one index per sample.
-            previous: the clean estimate of step - 1. Only multistep ODE solvers read it.
             end: index of the sigma the step leads to, by default step + 1; beyond it steps are merged into one.
+            previous: sigma and clean estimate of the step before. Given, the step is the ODE step `dpm2_step`.
 
         Raises:
-            ValueError: shapes of x and v differ, or a step outside the grid.
+            ValueError: shapes of x and v differ, a step outside the grid, or a tensor of steps with `previous`.
         """
         if x.shape != v.shape:
             raise ValueError(f"x {list(x.shape)} and v {list(v.shape)} must have one shape")
-        x, v = upcast(x), upcast(v)
         t, t_next, sigma_1 = _interval(sigmas, step, end)
+        if previous is not None:
+            if t.ndim or t_next.ndim:
+                raise ValueError("a multistep solver walks one trajectory: step must be an int")
+            return Gaussian(dpm2_step(x, v, t.item(), t_next.item(), previous), torch.tensor(0.0))
+        x, v = upcast(x), upcast(v)
         A, C, std = self.coefficients(t, t_next, sigma_1)
         noisy = (std > 0) & (t_next > 0) & stochastic
         A = torch.where(noisy, A, 1.0)
@@ -228,14 +228,11 @@ class FlowSampler(ABC):
 class ODE(FlowSampler):
     """The deterministic sampler, for evaluation and for methods that need only the final image.
 
-        euler:  x' = x - D v
-        dpm2:   x' = x - D v + D / (2 t) (h / h_prev) (X0 - X0_prev),   h = lambda(t') - lambda(t)
+    Every transition has std 0: no log-probability exists.
 
-    with lambda(t) = log((1 - t) / t): DPM-Solver++(2M) in data prediction, whose first-order part is the
-    Euler step. It is used where both h are finite and `previous` is given; elsewhere (t' = 0, the first
-    two steps from t = 1) the step is Euler's. Every transition has std 0: no log-probability exists.
-
-    Source: DPM-Solver++ (arXiv 2211.01095), as DiffusionNFT (2509.16117) samples its rollouts.
+    Args:
+        solver: "euler", x' = x - D v; or "dpm2", the `dpm2_step` wherever it is defined, as DiffusionNFT (arXiv
+            2509.16117) samples its rollouts.
     """
 
     noise_level: float = 0.0
@@ -252,26 +249,11 @@ class ODE(FlowSampler):
         t, t_next, sigma_1 = _float64(t, t_next, sigma_1)
         return torch.ones_like(t), t_next - t, torch.zeros_like(t)
 
-    def transition(
-        self,
-        x: Tensor,
-        v: Tensor,
-        sigmas: Tensor,
-        step: int | Tensor,
-        stochastic: bool = True,
-        previous: Tensor | None = None,
-        *,
-        end: int | Tensor | None = None,
-    ) -> Gaussian:
-        """See `FlowSampler.transition`. With "dpm2", `step` must be an int when `previous` is given."""
-        if self.solver == "euler" or previous is None:
-            return super().transition(x, v, sigmas, step, stochastic, end=end)
-        if not isinstance(step, int) or isinstance(end, Tensor):
-            raise ValueError("a multistep solver walks one trajectory: step must be an int")
-        if step == 0:
-            raise ValueError("step 0 has no previous clean estimate")
-        t_previous, t = sigmas[step - 1 : step + 1].tolist()
-        return Gaussian(dpm2_step(x, v, t_previous, t, sigmas[end or step + 1].item(), previous), torch.tensor(0.0))
+    def draw_plans(
+        self, sigmas: Tensor, seed: int, iteration: int, prompts: Sequence[int], members: Sequence[int]
+    ) -> list[StepPlan]:
+        plans = super().draw_plans(sigmas, seed, iteration, prompts, members)
+        return [dataclasses.replace(plan, solver=self.solver) for plan in plans]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,14 +339,29 @@ class CPWS(FlowSampler):
         return *_weights(t, t_next, (t_next**2 - std**2).sqrt()), std
 
 
-def dpm2_step(x: Tensor, v: Tensor, t_previous: float, t: float, t_next: float, previous: Tensor) -> Tensor:
-    """x' of one DPM-Solver++(2M) step from t to t_next, given the clean estimate at t_previous; see `ODE`."""
+# diffusers' DPMSolverMultistepScheduler has this step (the tests compare), but neither its grid nor its history can be
+# given to it: to go on where a stochastic window ended we would have to write its internals.
+def dpm2_step(x: Tensor, v: Tensor, t: float, t_next: float, previous: tuple[float, Tensor]) -> Tensor:
+    """x' of one step of DPM-Solver++(2M, midpoint) in data prediction, from t to t' = t_next.
+
+        x' = x - D v + D / (2 t) (h / h_prev) (X0 - X0_prev),   h = lambda(t') - lambda(t)
+
+    with lambda(t) = log((1 - t) / t). The first-order part is the Euler step, and where an h is infinite (to t' = 0, or
+    with a previous t of 1) the whole step is.
+
+    Args:
+        x, v: state and velocity at t, `[b, ...]`.
+        previous: sigma and clean estimate of the step before.
+
+    Source: DPM-Solver++ (arXiv 2211.01095), algorithm 2.
+    """
     x, v = upcast(x), upcast(v)
+    t_previous, clean = previous
     euler = x + (t_next - t) * v
     if t_previous == 1 or t_next == 0:
         return euler
     h, h_previous = _log_snr(t_next) - _log_snr(t), _log_snr(t) - _log_snr(t_previous)
-    return euler + (t - t_next) / (2 * t) * (h / h_previous) * (x - t * v - upcast(previous))
+    return euler + (t - t_next) / (2 * t) * (h / h_previous) * (x - t * v - upcast(clean))
 
 
 _LOGPROBS = ("gaussian", "unnormalised")

@@ -38,6 +38,8 @@ class TrainingArguments:
             metrics.jsonl is always written.
         log_images_every: iterations between logged grids of training samples; 0 for none.
         monitor_samples: samples on which exact drift (KL per step to old and reference) is measured each iteration.
+        on_reward_hacking: what follows when the training reward rises while the held-out score falls, or the images
+            drift into a red band: "warn", "stop" (with a checkpoint; a resumed run goes on) or "ignore".
     """
 
     output_dir: str = "runs/default"
@@ -71,6 +73,7 @@ class TrainingArguments:
     log_with: tuple[str, ...] | None = None
     log_images_every: int = 25
     monitor_samples: int = 8
+    on_reward_hacking: Literal["warn", "stop", "ignore"] = "warn"
 
     def __post_init__(self) -> None:
         for name in (
@@ -97,6 +100,8 @@ class TrainingArguments:
             raise ValueError("learning_rate and max_grad_norm must be positive")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must lie in [0, 1), not {self.ema_decay}")
+        if self.on_reward_hacking not in ("warn", "stop", "ignore"):
+            raise ValueError(f"on_reward_hacking must be 'warn', 'stop' or 'ignore', not {self.on_reward_hacking!r}")
         if self.log_with is None:
             self.log_with = ("tensorboard",) if find_spec("tensorboard") else ()
         self.log_with = (self.log_with,) if isinstance(self.log_with, str) else tuple(self.log_with)

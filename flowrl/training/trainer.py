@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -31,7 +31,8 @@ from flowrl.rewards import RewardError, RewardSet
 from flowrl.rewards.base import Scores
 from flowrl.rollout import Prompt, Rollout
 from flowrl.samplers.flow import ODE, FlowSampler
-from flowrl.training import checkpoint, monitors
+from flowrl.samplers.plans import StepPlan
+from flowrl.training import bands, checkpoint, monitors
 from flowrl.training.arguments import TrainingArguments
 from flowrl.training.batch_plan import BatchPlan
 from flowrl.training.prompts import PromptSet, PromptSource, columns_of
@@ -55,10 +56,12 @@ class Evaluation:
     grid: Tensor = field(repr=False)
     """`[N, 3, H, W]` the first sample of up to 24 prompts, spread over the tasks."""
     captions: list[str] = field(repr=False, default_factory=list)
+    standard_error: float = 0.0
+    """Of `overall`, for these prompts: sqrt(v sum_t 1 / n_t) / T with v the variance over all images."""
 
     def summary(self) -> dict[str, Any]:
         """Everything but the pictures."""
-        keys = ("overall", "per_task", "rewards", "images", "seconds", "iteration")
+        keys = ("overall", "standard_error", "per_task", "rewards", "images", "seconds", "iteration")
         return {key: getattr(self, key) for key in keys}
 
 
@@ -154,6 +157,7 @@ class Trainer:
             world,
             args.micro_batch_size,
         )
+        objective.allocate(self.prompts[: args.prompts_per_iteration], self.plan.samples)  # refuses what does not fit
 
         set_seed(args.seed)  # an adapter's first weights
         if isinstance(pipe, str | Path):
@@ -194,6 +198,9 @@ class Trainer:
         self.best: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
         self.seconds: dict[str, float] = defaultdict(float)
+        self.phase: str | None = None
+        """The timed phase that is running: "rollout", "update", "evaluate", ...; a key of `seconds`."""
+        self.watch = bands.Watch()
         self.recipe = dict(recipe or {})
         self._interrupted = False
 
@@ -297,7 +304,9 @@ class Trainer:
             reward=total,
             group_id=torch.tensor([p.index * branches + plan.branch for p, plan in zip(every, plans, strict=True)]),
             valid=valid,
-            extra=self.sampler.unit_table(sigmas, plans) if "log_prob" in self.objective.requires else {},
+            extra=self.sampler.unit_table(sigmas, plans) | {"transition": _actions(every, member, plans)}
+            if "log_prob" in self.objective.requires
+            else {},
         )
         advantage = self.objective.advantages(batch)
         metrics = monitors.reward_metrics(every, parts, batch) | monitors.advantage_metrics(advantage, batch)
@@ -370,6 +379,9 @@ class Trainer:
         for k, v in sorted(extremes.items()):
             gathered = acc.gather(v.to(acc.device).reshape(1))
             totals[k] = (gathered.min() if k.endswith("_min") else gathered.max()).item()
+        if "ratio_square_mean" in totals:
+            moments = totals["ratio_mean"], totals["ratio_square_mean"]
+            totals["effective_sample_size"] = monitors.effective_sample_size(*moments)
         norm = acc.clip_grad_norm_(self.policy.trainable().values(), a.max_grad_norm)
         totals["grad_norm"] = float(norm)
         if a.mixed_precision != "fp16" and not torch.isfinite(torch.tensor([totals["loss"], float(norm)])).all():
@@ -495,12 +507,18 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------- loop
 
-    def train(self, resume: bool | str | Path = False) -> dict[str, Any]:
+    def train(
+        self,
+        resume: bool | str | Path = False,
+        on_iteration: Callable[[Mapping[str, float]], bool | None] | None = None,
+    ) -> dict[str, Any]:
         """Run all iterations and return the summary that is also written to `summary.json`.
 
         Args:
             resume: "auto" continues from the newest checkpoint of `output_dir` if there is one; a path continues from
                 that checkpoint; False starts anew and refuses a folder that holds checkpoints.
+            on_iteration: called with the metrics of every iteration on every process; the run stops there when it
+                returns True on any.
         """
         a, acc = self.args, self.accelerator
         self._start(resume)
@@ -534,6 +552,8 @@ class Trainer:
                     if a.monitor_samples:
                         part = rollout.rows(range(min(a.monitor_samples, len(rollout))))
                         metrics |= monitors.drift(self.policy, self.sampler, part, "reference" in self._references())
+                    metrics |= self._image_metrics(rollout)
+                metrics |= self.watch.observe(metrics)
                 metrics |= {f"train/{k}": sum(s[k] for s in stats) / len(stats) for k in stats[0]}
                 metrics["ratio_check"] = stats[0].get("log_ratio_max", 0.0)  # nothing had moved yet
                 self.iteration = iteration + 1
@@ -545,9 +565,14 @@ class Trainer:
                 due = a.eval_every and self.iteration % a.eval_every == 0 and self.iteration < a.iterations
                 if due and self.eval_prompts is not None:
                     metrics |= self._publish(self.evaluate(), "eval", tracking)
+                colours = bands.judge(metrics)
+                metrics |= {f"health/{name}": bands.COLOURS.index(colour) for name, colour in colours.items()}
+                self._alarm(metrics)
                 tracking.log(metrics, iteration)
-                bar.set_postfix(reward=f"{metrics['reward/mean']:.3f}", refresh=False)
+                bar.set_postfix(reward=f"{metrics['reward/mean']:.3f}", health=bands.headline(colours), refresh=False)
                 bar.update()
+                if on_iteration is not None and on_iteration(metrics):
+                    self._interrupted = True
                 stop = self._agree_to_stop()
                 if stop or (a.save_every and self.iteration % a.save_every == 0):
                     self.save_checkpoint()
@@ -558,7 +583,7 @@ class Trainer:
         if finished and after is None:
             if self.eval_prompts is not None:
                 after = self.evaluate()
-                self._publish(after, "after", tracking)
+                self._alarm(self._publish(after, "after", tracking))
             self.save_checkpoint()
             self.save_pretrained(self.output_dir / "final")
         summary = self._summary(before, after, finished)
@@ -601,7 +626,9 @@ class Trainer:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        outer, self.phase = self.phase, phase
         yield
+        self.phase = outer
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[phase] += time.perf_counter() - start
@@ -627,6 +654,29 @@ class Trainer:
         finally:
             for s, h in previous.items():
                 signal.signal(s, h)
+
+    def _image_metrics(self, rollout: Rollout) -> dict[str, float]:
+        """Of all processes' samples, so that each process sees the same numbers."""
+        if rollout.media is None:
+            return {}
+        parts = rollout.media.split(self.args.sample_batch_size)
+        tables = [monitors.image_statistics(x) | {"small": monitors.thumbnails(x)} for x in parts]
+        every = {k: self.accelerator.gather(torch.cat([t[k] for t in tables])).cpu() for k in tables[0]}
+        group_id = self.accelerator.gather(rollout.group_id.to(rollout.media.device)).cpu()
+        diversity = monitors.group_diversity(every.pop("small"), group_id)
+        found = {f"images/{k}": v.mean().item() for k, v in every.items()}
+        return found if diversity is None else found | {"images/diversity": diversity}
+
+    def _alarm(self, metrics: Mapping[str, float]) -> None:
+        """Say what looks like reward hacking; with `on_reward_hacking="stop"` end the run as an interrupt would."""
+        if self.args.on_reward_hacking == "ignore":
+            return
+        for what in self.watch.alarms(metrics):
+            self.accelerator.print(
+                f"\nreward hacking? After iteration {self.iteration} {what}. Raise the objective's kl, lower "
+                f"learning_rate, or use the weights of the best evaluation ({self.output_dir / 'best'})."
+            )
+            self._interrupted |= self.args.on_reward_hacking == "stop"
 
     def _agree_to_stop(self) -> bool:
         flag = torch.tensor([float(self._interrupted)], device=self.accelerator.device)
@@ -694,6 +744,8 @@ class Trainer:
             tag: {"score": sum(v) / len(v), "images": len(v), "prompts": len(of_task[tag])}
             for tag, v in by_task.items()
         }
+        valid = torch.tensor([total for *_, total, _ in records if total == total] or [0.0])
+        inverse = sum(1 / len(v) for v in by_task.values())
         means = {n: [r[3][n] for r in records if r[3][n] == r[3][n]] for n in (records[0][3] if records else {})}
         return Evaluation(
             overall=sum(t["score"] for t in per_task.values()) / max(len(per_task), 1),
@@ -704,6 +756,7 @@ class Trainer:
             iteration=self.iteration,
             grid=torch.stack([p for _, p in pictures]),
             captions=[prompts[i].text for i, _ in pictures],
+            standard_error=(valid.var(correction=0).item() * inverse) ** 0.5 / max(len(by_task), 1),
         )
 
     def _publish(self, result: Evaluation, name: str, tracking: Tracking) -> dict[str, float]:
@@ -711,6 +764,9 @@ class Trainer:
         metrics = {"eval/overall": result.overall}
         metrics |= {f"eval/task/{t}": v["score"] for t, v in result.per_task.items() if t != "all"}
         metrics |= {f"eval/reward/{n}": v for n, v in result.rewards.items()}
+        # An evaluation that only a shorter run makes, at its end, must not change what a longer one remembers.
+        keep = name != "after" or bool(self.args.eval_every and self.iteration % self.args.eval_every == 0)
+        metrics |= self.watch.evaluated(result.overall, result.standard_error, result.rewards, keep)
         tracking.image(name, image_grid(result.grid), result.iteration)
         self.history.append({"name": name, **result.summary()})
         if self.accelerator.is_main_process:
@@ -751,6 +807,7 @@ class Trainer:
                 "scaler": scaler.state_dict() if scaler is not None else None,
                 "best": self.best,
                 "history": self.history,
+                "watch": asdict(self.watch),
                 "seconds": dict(self.seconds),
             }
             root = self.output_dir / "checkpoints"
@@ -784,6 +841,7 @@ class Trainer:
         if state["scaler"] is not None and scaler is not None:
             scaler.load_state_dict(state["scaler"])
         self.best, self.history = state["best"], state["history"]
+        self.watch = bands.Watch(**state["watch"])
         self.seconds = defaultdict(float, state["seconds"])
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
@@ -805,6 +863,7 @@ class Trainer:
             "before": before.summary() if before else None,
             "after": after.summary() if after else None,
             "best": self.best or None,
+            "alarms": list(self.watch.raised.values()),
             "training_images": self.iteration * self.plan.samples,
             "seconds": sum(self.seconds.values()),  # of the whole run, however often it was resumed
             "phases": dict(self.seconds),
@@ -838,6 +897,16 @@ def _prompt_set(source: Any) -> PromptSet:
 def _spread(prompts: PromptSet, count: int) -> set[int]:
     """Up to `count` prompt positions, spread evenly over the set (and so over its tasks)."""
     return {round(i * (len(prompts) - 1) / max(count - 1, 1)) for i in range(count)}
+
+
+def _actions(prompts: Sequence[Prompt], members: Sequence[int], plans: Sequence[StepPlan]) -> Tensor:
+    """Ids `[B]`, equal for samples that took the same stochastic steps with the same noise."""
+    ids: dict[tuple, int] = {}
+    keys = [
+        (prompt.index, plan.trained_intervals, member if plan.noise_member is None else plan.noise_member)
+        for prompt, member, plan in zip(prompts, members, plans, strict=True)
+    ]
+    return torch.tensor([ids.setdefault(key, len(ids)) for key in keys])
 
 
 def _to(x: Any, device: torch.device) -> Any:

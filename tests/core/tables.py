@@ -25,7 +25,12 @@ def table(seed=0, spread=0.1, **fields):
         "token_kl": draw() ** 2,
         "reward": torch.rand(B, generator=rng, dtype=torch.float64),
         "group_id": torch.tensor([3, 3, 3, 3, -7, -7, -7, -7]),
-        "extra": {"entropy_grad": draw() ** 2},
+        "extra": {
+            "entropy_grad": draw() ** 2,
+            "divergence": draw() ** 2,
+            "std": draw().abs() + 0.1,
+            "length": draw().abs() + 0.1,
+        },
     }
     return Batch(**(values | fields))
 

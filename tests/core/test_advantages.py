@@ -40,6 +40,36 @@ def test_global_std_is_exactly_zero_without_spread():
         assert torch.equal(out[:3], torch.zeros(3))
 
 
+def test_beta_baseline_is_the_distance_to_the_tracked_value_standardised_over_the_batch():
+    reward, gid = tensor(1, 0, 0.5, 0.25), torch.tensor([3, 3, 9, 4])
+    batch = Batch(mask=torch.ones(4, 2), reward=reward, group_id=gid)
+    algorithm = Algorithm(replace(GRPO, advantage=("beta_baseline",)))
+    algorithm.state["tracker"] = {3: [3.0, 1.0], 9: [1.0, 4.0]}  # 0.75 and 0.2; 4 was never seen: 0.5
+    gap = reward - tensor(0.75, 0.75, 0.2, 0.5)
+    expected = (gap - gap.mean()) / (gap.std(correction=0) + 1e-4)
+    out = algorithm.advantages(batch).adv
+    torch.testing.assert_close(out, expected[:, None].expand(4, 2), rtol=1e-14, atol=0)
+    assert algorithm.state["tracker"] == {3: [3.0, 1.0], 9: [1.0, 4.0]}  # reading teaches it nothing
+    valid = torch.tensor([True, True, False, True])
+    out = algorithm.advantages(replace(batch, valid=valid, reward=torch.where(valid, reward, torch.nan))).adv[:, 0]
+    gap = gap[valid]
+    torch.testing.assert_close(out[valid], (gap - gap.mean()) / (gap.std(correction=0) + 1e-4))
+    assert out[2] == 0
+    with pytest.raises(ValueError, match=r"'beta_baseline' needs a reward \[B\]"):
+        algorithm.advantages(replace(batch, reward=torch.zeros(4, 2)))
+
+
+def test_beta_baseline_gives_zero_never_nan_when_the_tracker_was_right():
+    algorithm = Algorithm(replace(GRPO, advantage=("beta_baseline",)))
+    algorithm.state["tracker"] = {0: [1.0, 3.0], 1: [3.0, 1.0]}
+    for dtype in (torch.float32, torch.float64):
+        reward = torch.tensor([0.25, 0.25, 0.75, 0.75], dtype=dtype)
+        batch = Batch(mask=torch.ones(4, 2), reward=reward, group_id=torch.tensor([0, 0, 1, 1]))
+        assert torch.equal(algorithm.advantages(batch).adv, torch.zeros(4, 2, dtype=dtype))
+        nearly = algorithm.advantages(replace(batch, reward=reward + torch.tensor([0, 1e-6, 0, 0], dtype=dtype))).adv
+        assert nearly.abs().max() < 0.02  # rounding is not blown up to one: std + 1e-4
+
+
 def test_centre_loo_and_clip():
     torch.testing.assert_close(advantage(("centre",), tensor(1, 0, 0, 1)), tensor(0.5, -0.5, -0.5, 0.5))
     torch.testing.assert_close(advantage(("loo",), tensor(1, 0, 0, 1)), tensor(2, -2, -2, 2) / 3)
@@ -120,6 +150,35 @@ def test_scaling_or_shifting_a_channel():
     for mode, same in (("norm_then_sum", True), ("norm_sum_whiten", True), ("std_weighted", False)):
         a, b = (combine_channels(value, w, mode, ONE, eps=0.0) for value in (x, moved))
         assert torch.allclose(a, b) is same
+
+
+def shared(links, reward, gid, transition, valid=None, **cfg):
+    batch = Batch(mask=torch.ones(len(reward), 2), reward=reward, group_id=torch.tensor(gid), valid=valid)
+    batch = replace(batch, extra={"transition": torch.tensor(transition)})
+    return Algorithm(replace(GRPO, advantage=links), **cfg).advantages(batch).adv[:, 0]
+
+
+def test_rows_of_one_action_get_the_sum_of_their_advantages():
+    # two granularities: rows 0 1 2 and 3 4 5 are compared apart, rows k and k + 3 are one action
+    reward, gid, transition = tensor(1, 2, 6, 5, 5.5, 4), [0, 0, 0, 7, 7, 7], [40, -1, 9, 40, -1, 9]
+    apart = shared(("centre",), reward, gid, transition)
+    torch.testing.assert_close(apart, tensor(-2, -1, 3, 1 / 6, 2 / 3, -5 / 6))
+    total = apart[:3] + apart[3:]
+    torch.testing.assert_close(shared(("centre", "sum_shared"), reward, gid, transition), total.repeat(2))
+    clipped = shared(("centre", "sum_shared", "clip"), reward, gid, transition, adv_clip_max=1.9)
+    torch.testing.assert_close(clipped, total.clamp(-1.9, 1.9).repeat(2))  # the sum is clipped, not its terms
+    valid = torch.tensor([True, True, True, False, True, True])
+    broken = torch.where(valid, reward, torch.nan)
+    out = shared(("centre", "sum_shared"), broken, gid, transition, valid)
+    torch.testing.assert_close(out, tensor(-2, -1 + 0.75, 3 - 0.75, 0, -1 + 0.75, 3 - 0.75))
+
+
+def test_rows_of_their_own_keep_their_advantage():
+    reward, gid = tensor(0.1, 0.7, 0.3, 0.2), [0, 0, 1, 1]
+    out = shared(("z", "sum_shared"), reward, gid, [3, 2, 1, 0])
+    assert torch.equal(out, shared(("z",), reward, gid, [3, 2, 1, 0]))
+    with pytest.raises(ValueError, match="'sum_shared' needs 'transition'"):
+        advantage(("z", "sum_shared"), reward)
 
 
 def test_combine_channels_refuses_what_it_does_not_know():

@@ -91,6 +91,26 @@ def test_the_report_tells_the_run_in_one_file(folder):
     assert "<script" not in text
 
 
+def test_health_is_a_coloured_table(folder):
+    assert "Health" not in write_report(folder).read_text()  # a run without bands
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if "reward/mean" in row:
+            level = int(row["iteration"] >= 20) + int(row["iteration"] >= 36)
+            row |= {"images/change/diversity": -0.4 * level, "health/images/change/diversity": level}
+            row |= {"train/effective_sample_size": 0.99, "health/train/effective_sample_size": 0}
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"alarms": ["diversity fell < half"]}))
+    text = write_report(folder).read_text()
+    assert "<h2>Health</h2>" in text and "Alarm: diversity fell &lt; half" in text
+    assert "images/change/diversity</td><td class=red>-0.8</td>" in text
+    assert "<td>50%</td><td>40%</td><td>10%</td></tr>" in text
+    assert "sample_size</td><td class=green>0.99</td>" in text
+    assert "<h3>Effective sample size" in text
+
+
 def test_pictures_are_paired_with_their_captions(folder):
     images = Run(folder).pictures("before")
     assert [im.getpixel((8, 8)) for im in images] == [(80,) * 3, (160,) * 3, (240,) * 3]

@@ -49,10 +49,10 @@ class LinearPolicy:
         return self.module["w"] * x.double() + self.module["b"] * sigma
 
     def evaluate(self, rollout, unit, sampler):
-        step = rollout.plans[0].trained_steps[unit]
+        start, end = rollout.interval(unit)
         x = rollout.states[:, unit]
-        v = self.velocity(x, rollout.sigmas[step], rollout)
-        distribution = sampler.transition(x, v, rollout.sigmas, step)
+        v = self.velocity(x, rollout.sigmas[start], rollout)
+        distribution = sampler.transition(x, v, rollout.sigmas, start, end=end)
         return Transition(distribution, sampler.log_prob(distribution, rollout.actions[:, unit]), v)
 
     @contextmanager

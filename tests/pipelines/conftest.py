@@ -36,7 +36,7 @@ class Generator:
             batch_size=batch_size or len(prompts),
         )
 
-    def stock(self, pipe, rows, *, seed=5, iteration=2, output_type="latent", **kw):
+    def stock(self, pipe, rows, *, seed=5, iteration=2, steps=STEPS, output_type="latent", **kw):
         """The untouched pipeline from the same initial noise.
 
         Each text is embedded by a call of its own: the text encoder's last bits depend on the batch.
@@ -55,7 +55,7 @@ class Generator:
         return pipe(
             **texts,
             latents=latents.to(pipe.transformer.dtype),
-            num_inference_steps=STEPS,
+            num_inference_steps=steps,
             guidance_scale=self.guidance,
             height=16,
             width=16,

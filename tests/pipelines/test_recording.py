@@ -250,7 +250,7 @@ def test_a_multistep_solver_gets_the_previous_clean_estimate(generator, make_row
             v = policy.velocity(x, rollout.sigmas[i], rollout)
             clean = x - rollout.sigmas[i] * v
             x = dpm2.transition(x, v, rollout.sigmas, i, previous=previous).mean
-            previous = clean
+            previous = rollout.sigmas[i].item(), clean
     torch.testing.assert_close(rollout.latents, x, atol=1e-5, rtol=1e-5)
     assert (rollout.latents - generator.sample(policy, rows, euler).latents).abs().max() > 1e-3
 

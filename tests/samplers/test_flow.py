@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
@@ -25,8 +25,10 @@ from flowrl.samplers import (
     FlowSDE,
     SchedulerConfig,
     SingleShift,
+    SlidingWindow,
     Window,
 )
+from flowrl.samplers.flow import dpm2_step
 
 STOCHASTIC = [FlowSDE(), DanceSDE(), CPS(), CPWS()]
 ALL = [ODE(), *STOCHASTIC]
@@ -484,13 +486,13 @@ def test_mismatched_shapes_raise():
 # --- dpm2 (forward-process specification, 1.1 and 1.9 item 9)
 
 
-def solve(sampler: ODE, sigmas: Tensor, x: float, s0: float) -> float:
+def solve(solver: str, sigmas: Tensor, x: float, s0: float) -> float:
     state, previous = torch.tensor([x], dtype=torch.float64), None
     for step, t in enumerate(sigmas[:-1].double()):
         k = (t - (1 - t) * s0**2) / ((1 - t) ** 2 * s0**2 + t**2)
         v = k * (state - (1 - t) * M) - M
-        transition = sampler.transition(state, v, sigmas, step, previous=previous)
-        previous = sampler.clean_estimate(state, v, sigmas, step)
+        transition = ODE().transition(state, v, sigmas, step, previous=previous if solver == "dpm2" else None)
+        previous = t.item(), ODE().clean_estimate(state, v, sigmas, step)
         state = transition.mean
     return state.item()
 
@@ -499,39 +501,113 @@ def solve(sampler: ODE, sigmas: Tensor, x: float, s0: float) -> float:
 def test_solver_errors_on_a_gaussian(steps, dpm2, euler):
     """From x(1) = 1.3 the exact end point is m + s0 x(1) = 1.35."""
     for solver, error in (("dpm2", dpm2), ("euler", euler)):
-        end = solve(ODE(solver=solver), SingleShift()(steps), 1.3, 0.5)
+        end = solve(solver, SingleShift()(steps), 1.3, 0.5)
         assert abs(end - 1.35) == rounded(error, 4)
 
 
 @pytest.mark.parametrize("sigmas", [SD3(10), SingleShift()(7), Explicit((0.9, 0.5, 0.45, 0.02, 0.0))(4)])
 def test_dpm2_integrates_a_point_mass_exactly(sigmas):
-    assert solve(ODE(solver="dpm2"), sigmas, 1.3, 0.0) == pytest.approx(M, abs=1e-12)
+    assert solve("dpm2", sigmas, 1.3, 0.0) == pytest.approx(M, abs=1e-12)
 
 
-def test_dpm2_is_the_published_update():
-    sigmas, step = SingleShift()(10), 5
+@pytest.mark.parametrize(("step", "end"), [(5, None), (5, 8)])
+def test_dpm2_is_the_published_update(step, end):
+    sigmas = SingleShift()(10)
     x, v, previous = randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
-    r, s, t = sigmas[step - 1 : step + 2].double().tolist()
+    r, s, t = sigmas.double()[[step - 1, step, end or step + 1]].tolist()
     lam = [math.log((1 - u) / u) for u in (r, s, t)]
     h, h_prev = lam[2] - lam[1], lam[1] - lam[0]
     D0 = x - s * v
     D1 = (D0 - previous) / (h_prev / h)
     decay = (1 - t) * (math.exp(-h) - 1)
     expected = t / s * x - decay * D0 - 0.5 * decay * D1
-    mean = ODE(solver="dpm2").transition(x, v, sigmas, step, previous=previous).mean
-    torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
+    transition = ODE().transition(x, v, sigmas, step, end=end, previous=(r, previous))
+    torch.testing.assert_close(transition.mean, expected, rtol=1e-12, atol=1e-12)
+    assert transition.deterministic
 
 
 def test_dpm2_drops_to_euler_where_lambda_is_infinite_and_without_history():
     sigmas, x, v, previous = SingleShift()(10), randn(*SHAPE), randn(*SHAPE, seed=1), randn(*SHAPE, seed=2)
-    dpm2 = ODE(solver="dpm2")
-    for step, history in ((0, None), (1, previous), (5, None), (9, previous)):
+    for step, history in ((0, None), (1, (1.0, previous)), (5, None), (9, (sigmas[8].item(), previous))):
         euler = ODE().transition(x, v, sigmas, step)
-        assert torch.equal(dpm2.transition(x, v, sigmas, step, previous=history).mean, euler.mean)
-    with pytest.raises(ValueError, match="step 0"):
-        dpm2.transition(x, v, sigmas, 0, previous=previous)
+        torch.testing.assert_close(
+            ODE().transition(x, v, sigmas, step, previous=history).mean, euler.mean, rtol=1e-14, atol=1e-14
+        )
     with pytest.raises(ValueError, match="int"):
-        dpm2.transition(x, v, sigmas, torch.tensor([1, 2, 3]), previous=previous)
+        ODE().transition(x, v, sigmas, torch.tensor([1, 2, 3]), previous=(0.9, previous))
+
+
+def diffusers_solver(grid: Tensor, order: int = 2) -> DPMSolverMultistepScheduler:
+    """diffusers' solver for flows on our grid, about to take its first step."""
+    scheduler = DPMSolverMultistepScheduler(
+        solver_order=order, prediction_type="flow_prediction", use_flow_sigmas=True, solver_type="midpoint"
+    )
+    scheduler.set_timesteps(len(grid) - 1)
+    scheduler.sigmas = grid
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
+FLASH = SlidingWindow(period=1, compression=0.4)
+GRIDS = {
+    "sd3": SD3(10),
+    "single shift": SingleShift()(7),
+    "from the middle": Explicit((0.9, 0.5, 0.45, 0.02, 0.0))(4),
+    "long": SingleShift()(30),
+    "compressed": SingleShift()(25)[list(FLASH.draw(0, 5, 25, [True] * 24 + [False]).path)],
+    "very uneven": SingleShift()(25)[[0, 1, 2, 12, 13, 24, 25]],
+}
+
+
+numpy_copies = pytest.mark.filterwarnings("ignore:__array__")  # in diffusers' set_timesteps
+
+
+@numpy_copies
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
+def test_dpm2_is_diffusers_solver(grid):
+    """Whole trajectories: the first order first and last step, and steps of very different length between."""
+    scheduler = diffusers_solver(grid)
+    ours = theirs = randn(2, 5, dtype=torch.float32)
+    previous, network = None, randn(5, 5, seed=1, dtype=torch.float32)
+    for step, t in enumerate(grid[:-1]):
+        v = torch.tanh(ours @ network + t)
+        theirs = scheduler.step(torch.tanh(theirs @ network + t), scheduler.timesteps[step], theirs).prev_sample
+        transition = ODE().transition(ours, v, grid, step, previous=previous)
+        previous = t.item(), ODE().clean_estimate(ours, v, grid, step)
+        ours = transition.mean
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours, previous[1], rtol=1e-6, atol=1e-6)  # the last step returns the clean estimate
+
+
+@numpy_copies
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_dpm2_from_the_middle_is_diffusers_solver_with_that_history(step):
+    grid = GRIDS["compressed"]
+    x, v, clean = (randn(*SHAPE, seed=i, dtype=torch.float32) for i in range(3))
+    scheduler = diffusers_solver(grid)
+    scheduler.set_begin_index(step)
+    scheduler.model_outputs, scheduler.lower_order_nums = [None, clean], 1
+    theirs = scheduler.step(v, scheduler.timesteps[step], x).prev_sample
+    t_previous, t, t_next = grid[step - 1 : step + 2].tolist()
+    torch.testing.assert_close(dpm2_step(x, v, t, t_next, (t_previous, clean)), theirs, rtol=1e-5, atol=1e-5)
+
+
+@numpy_copies
+def test_first_order_dpm_is_euler():
+    """Spec 10.15: uncompressed, the first-order solver's steps are Euler steps."""
+    grid, x, v = SingleShift()(25), randn(*SHAPE, dtype=torch.float32), randn(*SHAPE, seed=1, dtype=torch.float32)
+    for step in range(25):
+        scheduler = diffusers_solver(grid, order=1)
+        scheduler.set_begin_index(step)
+        theirs = scheduler.step(v, scheduler.timesteps[step], x).prev_sample
+        torch.testing.assert_close(theirs, ODE().transition(x, v, grid, step).mean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", ["euler", "dpm2"])
+def test_ode_plans_name_its_solver(solver):
+    sampler = ODE(solver=solver)
+    plans = sampler.draw_plans(sampler.sigmas(), 0, 0, [1, 1], [0, 1])
+    assert [plan.solver for plan in plans] == [solver] * 2 and not any(plans[0].stochastic)
 
 
 # --- configuration

@@ -157,6 +157,15 @@ def test_evaluations_agree(runs, objective, peft):
         assert two[0][key] == pytest.approx(one[key], abs=1e-5)
 
 
+def test_images_and_sample_sizes_are_measured_over_all_processes(runs, rows_of):
+    (one,), two = runs("grpo", True)
+    a, b = (rows_of(folder / "run") for folder in (one["folder"], two[0]["folder"]))
+    names = [k for k in a[0] if k.startswith("images/") or k == "train/effective_sample_size"]
+    assert len(names) == 9
+    for name in names:  # of the first iteration, which starts from equal weights
+        assert b[0][name] == pytest.approx(a[0][name], rel=1e-4, abs=1e-6), name
+
+
 def test_what_two_processes_save_is_complete_and_loads_in_one(runs, make_trainer, rows_of, tmp_path):
     _, two = runs("grpo", True)
     folder = two[0]["folder"]

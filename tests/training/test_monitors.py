@@ -42,6 +42,8 @@ def test_reward_statistics_of_a_table():
             "reward/group_std": 0.5,  # 1 in the first group, 0 in the second
             "reward/zero_spread_share": 0.5,
             "reward/invalid_share": 0.0,
+            "allocation/group_min": 2.0,
+            "allocation/group_max": 2.0,
             "reward/a/mean": 2.0,
             "reward/a/std": math.sqrt(1.5),
             "reward/b/mean": 1.5,
@@ -62,6 +64,7 @@ def test_invalid_rows_count_for_nothing_but_their_share():
     # Group 1 has one valid row: no spread. Group 0 has [1, 3].
     assert found["reward/zero_spread_share"] == 0.5
     assert found["reward/group_std"] == pytest.approx((1 + 1 + 0) / 3)
+    assert (found["allocation/group_min"], found["allocation/group_max"]) == (1, 2)
     assert found["reward/task/x"] == 1.0 and found["reward/task/y"] == 3.0 and found["reward/task/z"] == 8.0
     assert all(math.isfinite(v) for v in found.values())
 
@@ -92,6 +95,113 @@ def test_an_iteration_without_a_single_valid_row_still_has_statistics():
     monitors.reward_metrics(prompts_with("x", "x"), {"a": torch.tensor([nan, nan])}, batch)
     found = monitors.advantage_metrics(AdvOut(torch.zeros(2, 1)), batch)
     assert found["advantage/abs_max"] == 0.0
+
+
+# --------------------------------------------------------------------------------- effective sample size
+
+
+def test_sample_sizes_by_hand():
+    def size(*ratios):
+        return monitors.effective_sample_size(sum(ratios) / len(ratios), sum(r * r for r in ratios) / len(ratios))
+
+    assert size(1, 1, 1, 5) == pytest.approx(0.5714, abs=1e-4)
+    assert size(0.3, 0.3) == pytest.approx(1.0) and size(0, 0, 0, 2) == 0.25
+    assert monitors.effective_sample_size(0.0, 0.0) == 0.0  # no sample in the loss
+    assert monitors.effective_sample_size(1.0, 1 - 1e-9) == 1.0  # rounding
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8])
+def test_the_sample_size_is_that_of_the_whole_update(make_trainer, step, tmp_path, micro):
+    shift = 0.4 * torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+    def change(rollout, batch):
+        rollout.log_prob -= shift
+
+    trainer = make_trainer(tmp_path, updates_per_iteration=1, micro_batch_size=micro)
+    found = step(trainer, change=change)[0]["effective_sample_size"]
+    ratio = shift.double().exp()
+    expected = (ratio.sum() ** 2 / (ratio.numel() * ratio.square().sum())).item()
+    assert found == pytest.approx(expected, rel=1e-5) and expected < 0.95
+
+
+# ------------------------------------------------------------------------------------------------ images
+
+
+def waves(*parts, size=32, channels=3):
+    """Grey images: .5 + a cos(2 pi k x / size) along each (a, k, axis)."""
+    x = torch.arange(size, dtype=torch.float64) / size
+    grid = torch.full((size, size), 0.5, dtype=torch.float64)
+    for a, k, axis in parts:
+        grid = grid + a * torch.cos(2 * math.pi * k * (x[None] if axis else x[:, None]))
+    return grid.float().expand(1, channels, size, size)
+
+
+@pytest.mark.parametrize(
+    ("image", "share"),
+    [
+        (waves(), 0.0),
+        (waves((0.2, 3, 0)), 0.0),
+        (waves((0.2, 8, 1)), 0.0),  # half the Nyquist frequency itself still counts as low
+        (waves((0.2, 9, 1)), 1.0),
+        (waves((0.1, 2, 0), (0.2, 13, 1)), 0.8),  # powers a^2 / 2
+    ],
+)
+def test_high_frequencies_of_known_waves(image, share):
+    assert monitors.image_statistics(image)["high_frequency"].item() == pytest.approx(share, abs=1e-5)
+
+
+def test_image_statistics_of_random_images_by_definition():
+    images = torch.rand(3, 3, 6, 8, generator=torch.Generator().manual_seed(0))
+    found = monitors.image_statistics(images)
+    kernel = torch.tensor([[0.0, 1, 0], [1, -4, 1], [0, 1, 0]], dtype=torch.float64)[None, None]
+    for i, image in enumerate(images.double()):
+        grey = image.mean(0)
+        high = total = 0.0
+        for u in range(6):
+            for v in range(8):
+                phase = torch.arange(6)[:, None] * u / 6 + torch.arange(8)[None] * v / 8
+                power = (grey * torch.exp(-2j * math.pi * phase)).sum().abs().item() ** 2 if u or v else 0.0
+                total += power
+                high += power * (math.hypot(min(u, 6 - u) / 6, min(v, 8 - v) / 8) > 0.25)
+        assert found["high_frequency"][i].item() == pytest.approx(high / total, rel=1e-4) and 0.2 < high / total < 1
+        laplacian = torch.nn.functional.conv2d(grey[None, None], kernel)
+        assert found["sharpness"][i].item() == pytest.approx(laplacian.var(correction=0).item(), rel=1e-4)
+        chroma = [max(p) - min(p) for p in image.flatten(1).T.tolist()]
+        assert found["saturation"][i].item() == pytest.approx(sum(chroma) / 48, rel=1e-5)
+
+
+def test_saturation_and_sharpness_of_plain_images():
+    red = torch.tensor([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1).expand(1, 3, 5, 7)
+    ramp = torch.linspace(0, 1, 9).expand(1, 3, 9, 9)
+    for image, saturation in ((red, 1.0), (ramp, 0.0), (0.5 * red + 0.5, 0.5)):
+        found = monitors.image_statistics(image)
+        assert found["saturation"].item() == saturation
+        assert found["sharpness"].item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_diversity_is_the_distance_of_pairs():
+    images = torch.rand(7, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    group_id = torch.tensor([5, 9, 5, 7, 5, 9, 2**40])  # 7 and 2^40 are alone
+    distances = []
+    for g in (5, 9):
+        x = images[group_id == g].double()
+        pairs = [((x[i] - x[j]) ** 2).mean().item() for i in range(len(x)) for j in range(i)]
+        distances.append((sum(pairs) / len(pairs)) ** 0.5)
+    assert monitors.group_diversity(images, group_id) == pytest.approx(sum(distances) / 2, rel=1e-9)
+    assert monitors.group_diversity(images, torch.arange(7)) is None
+    assert monitors.group_diversity(images[[1, 1, 1]], torch.zeros(3)) == 0.0
+    assert monitors.group_diversity(torch.stack([torch.zeros(3, 2, 2), torch.ones(3, 2, 2)]), torch.zeros(2)) == 1.0
+
+
+@pytest.mark.parametrize(("size", "expected"), [((16, 8), (16, 8)), ((64, 32), (32, 16)), ((1000, 520), (31, 16))])
+def test_thumbnails_are_block_means(size, expected):
+    image = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    small = monitors.thumbnails(image)
+    assert small.shape == (2, 3, *expected)
+    k = -(-max(size) // 32)
+    torch.testing.assert_close(
+        small[1, 2, -1, 3], image[1, 2, k * (expected[0] - 1) : k * expected[0], 3 * k : 4 * k].mean()
+    )
 
 
 # -------------------------------------------------------------------------------------------- non-finite
@@ -139,7 +249,8 @@ def rolled(make_sd3_policy, perturb, make_rows, give_copies):
 def test_drift_is_zero_before_any_update(rolled):
     policy, sampler, rollout = rolled
     found = monitors.drift(policy, sampler, rollout, reference=False)
-    assert set(found) == {"kl/old", "kl/old/step_00", "kl/old/step_01", "kl/old/step_02"}
+    kinds = ("kl/old", "log_prob_gap")
+    assert set(found) == {f"{kind}{step}" for kind in kinds for step in ("", "/step_00", "/step_01", "/step_02")}
     assert all(v == 0.0 for v in found.values())  # equal batch shapes: the very same bits
 
 
@@ -181,6 +292,14 @@ def test_drift_after_a_perturbation_is_the_kl_by_hand(rolled, perturb):
                 assert found[f"kl/{against}/step_{step:02d}"] == pytest.approx(steps[-1], rel=1e-4)
             assert found[f"kl/{against}"] == pytest.approx(sum(steps) / len(steps), rel=1e-4)
             assert found[f"kl/{against}"] > 1e-5
+        gaps = []
+        for u, step in enumerate(rollout.plans[0].trained_steps):
+            now = policy.evaluate(rollout, u, sampler).distribution
+            errors = [(rollout.actions[:, u] - mean).double() ** 2 for mean in (rollout.means[:, u], now.mean)]
+            gaps.append(((errors[0] - errors[1]).mean() / (2 * now.std.double() ** 2)).item())
+            assert found[f"log_prob_gap/step_{step:02d}"] == pytest.approx(gaps[-1], rel=1e-2, abs=1e-6)
+        assert found["log_prob_gap"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-2, abs=1e-6)
+        assert found["log_prob_gap"] != 0
 
 
 def test_drift_leaves_the_policy_trainable_and_unchanged(rolled):

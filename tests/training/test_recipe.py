@@ -140,7 +140,7 @@ def test_a_bad_override_says_what_to_write(override):
     ("name", "message"),
     [
         ("shapes-nf", "no recipe 'shapes-nf'; did you mean 'shapes-nft'?"),
-        ("zzz", "there are flux-jpeg-flow-grpo, sd35-jpeg-flow-grpo, shapes-flow-grpo, shapes-nft"),
+        ("zzz", f"there are {', '.join(recipes.shipped())}"),
         ("here/shapes-nfd.yaml", "no recipe file here/shapes-nfd.yaml; did you mean 'shapes-nft'?"),
     ],
 )

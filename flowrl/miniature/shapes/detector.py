@@ -1,7 +1,7 @@
 """Classical vision for the world "shapes": pixels -> objects with colour, box, mask and confidence.
 
-Nearest palette colour per pixel, connected components per colour, then the overlap of each component with the four
-templates stretched to its box. No learning, so the judge cannot be flattered.
+Palette colour per pixel (an edge pixel is a blend of its colour with the background), connected components per colour,
+then the overlap of each component with the four templates stretched to its box. No learning, so the judge cannot be flattered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from flowrl.miniature.shapes.world import BACKGROUND, PALETTE, SHAPES, template
 from flowrl.rewards.geneval import Detection
 
 MIN_SIDE, MAX_SIDE = 5, 16
-_REFERENCE = np.array([BACKGROUND, *PALETTE.values()], np.float32)
+_BACKGROUND = np.array(BACKGROUND, np.float32)
+_DIRECTIONS = np.array(list(PALETTE.values()), np.float32) - _BACKGROUND
 _NAMES = (None, *PALETTE)
 
 
@@ -32,9 +33,15 @@ def confidence(overlap: float) -> float:
 
 def _coverage(image: np.ndarray, color: str) -> np.ndarray:
     """How far each pixel has moved from the background towards `color`, in [0, 1]."""
-    background = np.array(BACKGROUND, np.float32)
-    direction = np.array(PALETTE[color], np.float32) - background
-    return np.clip((image - background) @ direction / (direction @ direction), 0.0, 1.0)
+    direction = _DIRECTIONS[_NAMES.index(color) - 1]
+    return np.clip((image - _BACKGROUND) @ direction / (direction @ direction), 0.0, 1.0)
+
+
+def _off_blend(pixels: np.ndarray) -> np.ndarray:
+    """Squared distance `[H, W, colours]` of each pixel to the segment from the background to each palette colour."""
+    offset = pixels - _BACKGROUND
+    share = np.clip(offset @ _DIRECTIONS.T / (_DIRECTIONS**2).sum(-1), 0.0, 1.0)
+    return ((offset[:, :, None] - share[..., None] * _DIRECTIONS) ** 2).sum(-1)
 
 
 def detect(image: np.ndarray) -> tuple[list[Detection], list[str]]:
@@ -47,8 +54,7 @@ def detect(image: np.ndarray) -> tuple[list[Detection], list[str]]:
 def _detect(data: bytes, shape: tuple[int, ...]) -> tuple[tuple[Detection, ...], tuple[str, ...]]:
     pixels = np.frombuffer(data, np.uint8).reshape(shape).astype(np.float32)
     foreground = np.abs(pixels - np.array(BACKGROUND, np.float32)).max(-1) > 60
-    nearest = ((pixels[:, :, None] - _REFERENCE) ** 2).sum(-1)
-    labels = np.where(foreground, nearest[..., 1:].argmin(-1) + 1, 0)
+    labels = np.where(foreground, _off_blend(pixels).argmin(-1) + 1, 0)
     # A blended edge pixel takes the colour that most of its foreground neighbours have.
     votes = np.stack([ndimage.uniform_filter((labels == k).astype(np.float32), 3) for k in range(1, len(_NAMES))])
     labels = np.where(foreground, votes.argmax(0) + 1, 0)

@@ -119,7 +119,7 @@ def autoencoder() -> AutoencoderKL:
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,
-        latent_channels=16,
+        latent_channels=8,
         block_out_channels=(16, 32, 64, 64),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -138,8 +138,8 @@ def transformer() -> SD3Transformer2DModel:
     return SD3Transformer2DModel(
         sample_size=4,
         patch_size=1,
-        in_channels=16,
-        out_channels=16,
+        in_channels=8,
+        out_channels=8,
         num_layers=4,
         attention_head_dim=32,
         num_attention_heads=4,
@@ -195,7 +195,7 @@ def train_autoencoder(images: np.ndarray, steps: int, batch: int, seed: int) -> 
         # A little extra noise on the latents makes the decoder forgive what the flow model gets slightly wrong.
         decoded = vae.decode(z + 0.1 * torch.randn_like(z)).sample
         error = decoded - x
-        loss = error.abs().mean() + error.pow(2).mean() + 1e-4 * posterior.kl().mean() / z[0].numel()
+        loss = error.abs().mean() + error.pow(2).mean() + 1e-3 * posterior.kl().mean() / z[0].numel()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -209,7 +209,7 @@ def train_autoencoder(images: np.ndarray, steps: int, batch: int, seed: int) -> 
                 flush=True,
             )
     with torch.no_grad():
-        z = torch.cat([vae.encode(x).latent_dist.mode() for x in data[:4096].split(256)])
+        z = torch.cat([vae.encode(x).latent_dist.sample() for x in data[:4096].split(256)])
     vae.register_to_config(scaling_factor=float(1 / z.std()), shift_factor=float(z.mean()))
     return vae.eval().requires_grad_(False)
 
@@ -280,7 +280,7 @@ def train_flow(
         running = loss.item() if step == 0 else 0.99 * running + 0.01 * loss.item()
         if step % 500 == 499 or step == steps - 1:
             print(f"flow step {step + 1} loss {running:.4f} {time.time() - start:.0f}s", flush=True)
-        if step % 2000 == 1999 or step == steps - 1:
+        if step % 1000 == 999 or step == steps - 1:
             keep = {k: v.clone() for k, v in modules.state_dict().items()}
             modules.load_state_dict(average.module.state_dict())
             modules.eval()

@@ -25,7 +25,8 @@ PALETTE: dict[str, tuple[int, int, int]] = {
 }
 COLORS = tuple(PALETTE)
 BACKGROUND = (255, 255, 255)
-SIZES = (8, 9, 10, 11)
+SIZES = (6, 7, 8)
+CELL = 8  # scenes place objects in the middle of the cells of a 4 x 4 grid
 RELATIONS = ("left of", "right of", "above", "below")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
@@ -205,7 +206,7 @@ def sample_scene(metadata: dict[str, Any], rng: np.random.Generator) -> list[Obj
         for shape, color, position in wanted:
             for _ in range(60):
                 size = int(rng.choice(SIZES))
-                x, y = (int(v) for v in rng.integers(0, CANVAS - size + 1, size=2))
+                x, y = (CELL * int(v) + (CELL - size) // 2 for v in rng.integers(0, CANVAS // CELL, size=2))
                 candidate = Object(shape, color or str(rng.choice(COLORS)), x, y, size)
                 if _free(placed, x, y, size) and (
                     position is None or _shows(position[0], candidate, placed[position[1]])
