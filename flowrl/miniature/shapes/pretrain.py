@@ -33,23 +33,19 @@ from flowrl.miniature.shapes import world
 from flowrl.miniature.shapes.detector import detect
 
 TEXT_TOKENS = 12
-# How often the base model saw each task; position and binding are the rarer ones, as on the web.
-TASK_SHARES = {
-    "single_object": 0.1,
-    "two_object": 0.15,
-    "counting": 0.2,
-    "colors": 0.15,
-    "position": 0.2,
-    "color_attr": 0.2,
-}
+# How often each cycle of the flow training shows each task. Relations are learned last: the second cycle is for them.
+TASK_SHARES = (
+    {"single_object": 0.1, "two_object": 0.15, "counting": 0.2, "colors": 0.15, "position": 0.2, "color_attr": 0.2},
+    {"single_object": 0.1, "two_object": 0.1, "counting": 0.1, "colors": 0.1, "position": 0.5, "color_attr": 0.1},
+)
 
 
-def scenes(count: int, seed: int) -> tuple[np.ndarray, list[str]]:
-    """Random scenes of the training prompts: uint8 `[count, 32, 32, 3]` and their captions."""
+def scenes(count: int, seed: int, shares: dict[str, float]) -> tuple[np.ndarray, list[str]]:
+    """Random scenes of all prompts: uint8 `[count, 32, 32, 3]` and their captions."""
     rng = np.random.default_rng(seed)
     prompts = world.train_prompts() + world.held_out_prompts()
     by_task = {tag: [p for p in prompts if p["tag"] == tag] for tag in world.TASKS}
-    tags = rng.choice(list(TASK_SHARES), p=list(TASK_SHARES.values()), size=count)
+    tags = rng.choice(list(shares), p=list(shares.values()), size=count)
     images = np.empty((count, world.CANVAS, world.CANVAS, 3), np.uint8)
     captions = []
     for i, tag in enumerate(tags):
@@ -294,13 +290,13 @@ def train_flow(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the pipeline to write")
-    parser.add_argument("--scenes", type=int, default=100_000)
-    parser.add_argument("--vae-steps", type=int, default=5_000)
+    parser.add_argument("--scenes", type=int, default=60_000)
+    parser.add_argument("--vae-steps", type=int, default=3_000)
     parser.add_argument(
         "--flow-steps",
         type=int,
         nargs="+",
-        default=[7_000, 6_000],
+        default=[5_000, 3_000],
         help="steps of each cosine cycle; a cycle starts from the averaged weights of the one before",
     )
     parser.add_argument("--batch", type=int, default=64)
@@ -312,10 +308,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.output.mkdir(parents=True, exist_ok=True)
 
-    images, captions = scenes(args.scenes, args.seed)
+    images, captions = scenes(args.scenes, args.seed, TASK_SHARES[0])
     print(f"{len(images)} scenes, {len(set(captions))} captions", flush=True)
     if args.vae:
         vae = AutoencoderKL.from_pretrained(args.vae).eval().requires_grad_(False)
+        vae.register_to_config(_name_or_path="")
     else:
         vae = train_autoencoder(images, args.vae_steps, args.batch // 2, args.seed)
         vae.save_pretrained(args.output / "vae", safe_serialization=True)
@@ -334,8 +331,6 @@ def main() -> None:
     )
     count = sum(p.numel() for p in pipe.transformer.parameters())
     print(f"transformer {count / 1e6:.2f} M, vae {sum(p.numel() for p in vae.parameters()) / 1e6:.2f} M parameters")
-    torch.manual_seed(args.seed + 2)
-    latents = latents_of(vae, images)
     done = 0
     if args.start:
         done = len(json.loads((args.start / "pretrain.json").read_text())["flow_steps"])
@@ -343,6 +338,10 @@ def main() -> None:
             part = getattr(pipe, name)
             part.load_state_dict(type(part).from_pretrained(args.start / name).state_dict())
     for cycle, steps in enumerate(args.flow_steps[done:], done):
+        if cycle > 0:
+            images, captions = scenes(args.scenes, args.seed + 100 * cycle, TASK_SHARES[min(cycle, 1)])
+        torch.manual_seed(args.seed + 2 + 100 * cycle)
+        latents = latents_of(vae, images)
         train_flow(pipe, latents, captions, steps, args.batch, args.seed + 3 + cycle, args.output)
     pipe.save_pretrained(args.output, safe_serialization=True)
     settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path) and v is not None}

@@ -182,16 +182,16 @@ def _free(placed: list[Object], x: int, y: int, size: int) -> bool:
 
 
 def _shows(relation: str, a: Object, b: Object) -> bool:
-    """Clearly so: the offset of the centres is at least 8 px and at least twice the offset across."""
-    dx = a.x + a.size / 2 - b.x - b.size / 2
-    dy = a.y + a.size / 2 - b.y - b.size / 2
-    along, across = {
-        "left of": (-dx, dy),
-        "right of": (dx, dy),
-        "above": (-dy, dx),
-        "below": (dy, dx),
+    """Clearly so: each in its own half of the canvas, and offset along at least twice as far as across."""
+    half = CANVAS / 2
+    ax, ay, bx, by = (v + o.size / 2 - half for o in (a, b) for v in (o.x, o.y))
+    near, far, across = {
+        "left of": (ax, bx, ay - by),
+        "right of": (bx, ax, ay - by),
+        "above": (ay, by, ax - bx),
+        "below": (by, ay, ax - bx),
     }[relation]
-    return along >= 8 and along >= 2 * abs(across)
+    return near < 0 < far and far - near >= 2 * abs(across)
 
 
 def sample_scene(metadata: dict[str, Any], rng: np.random.Generator) -> list[Object]:
