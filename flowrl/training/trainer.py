@@ -489,6 +489,8 @@ class Trainer:
         a = self.args
         self.accelerator.print(self.describe())
         report: dict[str, Any] = {"processes": self.accelerator.num_processes, "batch": self.plan.describe()}
+        for rewards in dict.fromkeys((self.rewards, self.eval_rewards)):
+            report.setdefault("self_test", {}).update(rewards.self_test(self.accelerator.device))
         prompts = self.prompts.draw(a.seed, 0, min(2, len(self.prompts)))
         rows = [p for p in prompts for _ in range(2)]
         members = [0, 1] * len(prompts)
@@ -521,7 +523,10 @@ class Trainer:
                 returns True on any.
         """
         a, acc = self.args, self.accelerator
-        self._start(resume)
+        self.resume(resume)
+        self._describe_run()
+        for rewards in dict.fromkeys((self.rewards, self.eval_rewards)):
+            rewards.self_test(acc.device)
         tracking = Tracking(acc, self.output_dir, self._run_config(), self.iteration)
         before = self._restore_evaluation("before")
         if before is None and self.eval_prompts is not None:
@@ -592,9 +597,14 @@ class Trainer:
             acc.print(f"stopped after iteration {self.iteration}; continue with resume='auto' (CLI: resume=auto)")
         return summary
 
-    def _start(self, resume: bool | str | Path) -> None:
-        root = self.output_dir / "checkpoints"
-        newest = checkpoint.latest(root)
+    def resume(self, resume: bool | str | Path) -> None:
+        """Load what the run goes on from, as `train(resume)` does; see there.
+
+        Raises:
+            FileExistsError: `output_dir` holds a run, and it is not to be continued.
+            CheckpointError: the checkpoint does not fit; nothing has been changed then.
+        """
+        newest = checkpoint.latest(self.output_dir / "checkpoints")
         if resume == "auto" or resume is True:
             folder = newest
         elif resume:
@@ -606,15 +616,18 @@ class Trainer:
                     f"{self.output_dir} holds a run (checkpoint {newest.name}). Continue it with resume='auto' (CLI: "
                     "resume=auto), or choose another output_dir."
                 )
-        self.accelerator.print(self.describe())
         if folder is not None:
             self.load_checkpoint(folder)
             self.accelerator.print(f"resumed from {folder}")
+
+    def _describe_run(self) -> None:
+        self.accelerator.print(self.describe())
         if self.accelerator.is_main_process:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.sampler.save_pretrained(self.output_dir / "sampler")
             if self.recipe:
-                (self.output_dir / "recipe.yaml").write_text(yaml.safe_dump(self.recipe, sort_keys=False))
+                text = yaml.safe_dump(self.recipe, sort_keys=False, allow_unicode=True, width=110)
+                (self.output_dir / "recipe.yaml").write_text(text, encoding="utf-8")
         self.accelerator.wait_for_everyone()
 
     def _references(self) -> tuple[str, ...]:
@@ -671,10 +684,12 @@ class Trainer:
         """Say what looks like reward hacking; with `on_reward_hacking="stop"` end the run as an interrupt would."""
         if self.args.on_reward_hacking == "ignore":
             return
+        kept = self.output_dir / "best"
+        use = f"the weights of the best evaluation ({kept})" if kept.is_dir() else "an earlier checkpoint"
         for what in self.watch.alarms(metrics):
             self.accelerator.print(
                 f"\nreward hacking? After iteration {self.iteration} {what}. Raise the objective's kl, lower "
-                f"learning_rate, or use the weights of the best evaluation ({self.output_dir / 'best'})."
+                f"learning_rate, or use {use}."
             )
             self._interrupted |= self.args.on_reward_hacking == "stop"
 

@@ -147,7 +147,7 @@ class Rising:
 
 @pytest.fixture
 def hacked(make_trainer, tmp_path, monkeypatch):
-    """(folder, **arguments) -> a trainer whose training reward rises while every evaluation is worse than the last."""
+    """(folder, **arguments) -> a trainer whose training reward rises; evaluations fall from the second on."""
 
     def make(folder, **arguments):
         reward = Rising()
@@ -162,7 +162,7 @@ def hacked(make_trainer, tmp_path, monkeypatch):
         )
 
         def evaluate(*_):
-            score = 1 - 0.1 * trainer.iteration
+            score = 1 - 0.1 * abs(trainer.iteration - 1)
             grid = torch.zeros(1, 3, 8, 8)
             task = {"all": {"score": score, "images": 4, "prompts": 1}}
             return Evaluation(score, task, {"brightness": score}, 4, 0.0, trainer.iteration, grid, ["red"], 0.01)
@@ -180,7 +180,7 @@ def test_a_warning_with_its_remedy(hacked, rows_of, tmp_path, capsys):
     assert said.count("reward hacking?") == len(summary["alarms"]) == 1
     for part in (
         "After iteration 3 the training reward rose",
-        "0.7 now",
+        "0.8 now",
         "kl",
         "learning_rate",
         str(tmp_path / "a/best"),
@@ -189,7 +189,7 @@ def test_a_warning_with_its_remedy(hacked, rows_of, tmp_path, capsys):
     assert summary["finished"]
     rows = rows_of(trainer)
     assert [r.get("held_out/suspect") for r in rows] == [0, 1, 2, None]  # the last evaluation has no row
-    assert [r.get("health/held_out/fall") for r in rows] == [2, 2, 2, None]
+    assert [r.get("health/held_out/fall") for r in rows] == [0, 2, 2, None]
     for row in rows:
         for name in ("high_frequency", "saturation", "sharpness", "diversity"):
             assert row[f"images/{name}"] > 0 and row[f"health/images/change/{name}"] == 0
