@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(run: Any, help: str, recipe: bool = True, as_json: bool = True) -> argparse.ArgumentParser:
-        name = run.__name__.removeprefix("_")
+        name = run.__name__.removeprefix("_").replace("_", "-")
         sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
         sub.set_defaults(run=run)
         if recipe:
@@ -101,6 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     mode = sub.add_mutually_exclusive_group()
     mode.add_argument("--tune", action="store_true", help="search each method's settings first; runs then use them")
     mode.add_argument("--docs", metavar="PAGE", type=Path, help="run nothing: write the repository's results into PAGE")
+    sub = command(_serve_reward, "answer a reward's scores over HTTP, for RemoteReward", recipe=False, as_json=False)
+    sub.add_argument("reward", metavar="NAME|module:function", help="as in a recipe's `rewards`")
+    sub.add_argument("--host", metavar="HOST", default="127.0.0.1", help="default 127.0.0.1; 0.0.0.0 is everywhere")
+    sub.add_argument("--port", metavar="N", type=int, default=8000, help="default 8000; 0 takes a free one")
+    sub.add_argument("--max-images", metavar="N", type=_positive, help="in a request; default 64")
+    sub.add_argument("--max-pixels", metavar="N", type=_positive, help="of an image; default 2097152")
+    sub.add_argument("--max-bytes", metavar="N", type=_positive, help="of a request; default 67108864")
+    sub.add_argument("--queue", metavar="N", type=_positive, help="requests that may wait; default 16")
     return parser
 
 
@@ -126,7 +135,6 @@ def _seeds(text: str) -> list[int]:
 
 def _train(args: argparse.Namespace) -> int:
     from flowrl.evaluation.report import task_rows, write_report
-    from flowrl.training.recipe import dump_recipe
 
     resume = args.resume
     for text in [o for o in args.overrides if o.startswith("resume=")]:
@@ -136,10 +144,7 @@ def _train(args: argparse.Namespace) -> int:
     main_process = trainer.accelerator.is_main_process
     with _stdout_for_json(args):
         with _usage():
-            _resume(trainer, resume)
-            if main_process:
-                trainer.output_dir.mkdir(parents=True, exist_ok=True)
-                (trainer.output_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+            trainer.resume(resume or False)
         summary = trainer.train()
     if main_process:
         rows = task_rows(summary["before"], summary["after"])
@@ -323,6 +328,20 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _serve_reward(args: argparse.Namespace) -> int:
+    from flowrl.rewards.server import Limits, RewardServer
+
+    given = {"body_bytes": args.max_bytes, "images": args.max_images, "pixels": args.max_pixels, "queue": args.queue}
+    token = os.environ.get("FLOWRL_REWARD_TOKEN")  # not an option: a command line can be read by other users
+    with _usage():
+        limits = Limits(**{k: v for k, v in given.items() if v is not None})
+        server = RewardServer(args.reward, args.host, args.port, token, limits)
+    if not token and args.host not in ("127.0.0.1", "localhost"):
+        print("anyone who reaches this port can use it: set FLOWRL_REWARD_TOKEN here and for training", file=sys.stderr)
+    server.serve()
+    return 0
+
+
 # ----------------------------------------------------------------------------------------------------- pieces
 
 
@@ -337,22 +356,6 @@ def _trainer(args: argparse.Namespace, checkpoint: Path | None = None) -> tuple[
         if training:
             trainer.load_checkpoint(checkpoint)
     return recipe, trainer
-
-
-def _resume(trainer: Trainer, resume: str | None) -> None:
-    """Load what the run goes on from; nothing in its folder is touched before a wrong checkpoint is refused."""
-    from flowrl.training.checkpoint import latest
-
-    newest = latest(trainer.output_dir / "checkpoints")
-    folder = newest if resume == "auto" else resume
-    if folder:
-        trainer.load_checkpoint(folder)
-        trainer.accelerator.print(f"resuming from {folder}")
-    elif newest:
-        raise FileExistsError(
-            f"{trainer.output_dir} holds a run (checkpoint {newest.name}). Continue it with resume=auto, or "
-            "choose another folder with training.output_dir=..."
-        )
 
 
 def _is_training_checkpoint(path: Path) -> bool:

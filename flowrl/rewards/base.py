@@ -27,6 +27,7 @@ Reward: TypeAlias = Callable[..., Any]
 `columns`: the prompt metadata, each a list of N, passed by name to the parameters the signature declares
 (all of them to `**kwargs`). The two first arguments are passed by position.
 An attribute `differentiable = True` promises a gradient from the values to the pixels.
+A method `known_pair() -> (images, prompts, columns)` gives a good sample and a bad one for `RewardSet.self_test`.
 """
 Spec: TypeAlias = "str | Reward | Mapping[str | Reward, float] | list[Spec] | tuple[Spec, ...]"
 R = TypeVar("R", bound=Callable[..., Any])
@@ -162,7 +163,7 @@ def names() -> list[str]:
 
 
 def resolve(reward: str | Reward) -> Reward:
-    """The callable behind a registered name, a `module:attribute` path or a callable.
+    """The callable behind a registered name, `remote@URL[,URL...]`, a `module:attribute` path or a callable.
 
     A class is instantiated without arguments. Raises ValueError on an unknown name (with the nearest known
     ones) or path, TypeError on something not callable.
@@ -172,6 +173,10 @@ def resolve(reward: str | Reward) -> Reward:
         importlib.import_module(_HOMES[reward])
     if isinstance(reward, str) and reward in _REGISTRY:
         found = _REGISTRY[reward]
+    elif isinstance(reward, str) and reward.startswith("remote@"):
+        from flowrl.rewards.remote import RemoteReward
+
+        found = RemoteReward(reward.removeprefix("remote@"))
     elif isinstance(reward, str) and ":" in reward:
         module, _, attribute = reward.partition(":")
         try:
@@ -363,6 +368,26 @@ class RewardSet:
             if inner := getattr(reward.call, "check_columns", None):
                 inner(available)
 
+    def self_test(self, device: torch.device | str = "cpu") -> dict[str, tuple[float, float]]:
+        """Score each reward's known pair; rewards without one are left out, derived ones test their sources.
+
+        Returns name -> (good, bad). Raises RewardError when the good sample is not the higher one.
+        """
+        report: dict[str, tuple[float, float]] = {}
+        for reward in self.rewards:
+            if inner := getattr(reward.call, "self_test", None):
+                report |= inner(device)
+            elif pair := getattr(reward.call, "known_pair", None):
+                images, prompts, columns = pair()
+                images = images.to(device) if isinstance(images, Tensor) else images
+                good, bad = _inner([reward.call]).score(images, prompts, columns).total.detach().tolist()
+                if not good > bad:
+                    message = f"self-test failed: {good:.4g} for a good sample, {bad:.4g} for a bad one"
+                    remedy = "its weights, architecture or preprocessing are not the ones it was made for"
+                    raise RewardError(f"{message}; {remedy}.", reward.name, images, prompts, columns)
+                report[reward.name] = good, bad
+        return report
+
     def __call__(self, images, prompts: Sequence[str], **columns: Sequence) -> RewardOutput:
         scores = self.score(images, prompts, columns)
         return RewardOutput(scores.total, scores.valid, {**scores.parts})
@@ -469,6 +494,9 @@ class _Derived:
     def check_columns(self, available: Iterable[str]) -> None:
         for source in self.sources:
             source.check_columns(available)
+
+    def self_test(self, device: torch.device | str = "cpu") -> dict[str, tuple[float, float]]:
+        return {name: pair for source in self.sources for name, pair in source.self_test(device).items()}
 
     def __call__(self, images, prompts: Sequence[str], **columns: Sequence) -> RewardOutput:
         return self.compute(images, prompts, columns)

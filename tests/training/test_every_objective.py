@@ -1,4 +1,4 @@
-"""Every objective on every plan: the gradient does not depend on memory settings or processes, and runs resume exactly."""
+"""Every objective on every plan: memory settings and processes do not change the gradient, and runs resume exactly."""
 
 import pytest
 import torch
