@@ -24,6 +24,7 @@ SMALL = [
     "training.monitor_samples=2",
     "training.ema_every=1",
     "training.learning_rate=3e-3",  # two steps must show
+    "rewards={jpeg_compressibility: 1}",  # differs between samples of random weights
     "eval_rewards={jpeg_compressibility: 1}",
 ]
 
@@ -241,7 +242,7 @@ def test_an_interrupted_run_is_resumed(run, small, tmp_path, capsys, monkeypatch
     assert "unfinished, 1 of 2 iterations" in (tmp_path / "report.html").read_text()
     recipe = (tmp_path / "recipe.yaml").read_text()
     line = fails(capsys, "train", "shapes-flow-grpo", *small, where)
-    assert "holds a run (checkpoint iteration-000001). Continue it with resume=auto" in line
+    assert "holds a run (checkpoint iteration-000001). Continue it with resume='auto' (CLI: resume=auto)" in line
     line = fails(capsys, "train", "shapes-flow-grpo", *small, where, "resume=auto", "training.learning_rate=1")
     assert "belongs to another run" in line
     line = fails(capsys, "train", "shapes-flow-grpo", *small, where, "--resume", str(tmp_path / "checkpoints"))
@@ -250,7 +251,7 @@ def test_an_interrupted_run_is_resumed(run, small, tmp_path, capsys, monkeypatch
 
     assert main(["train", "shapes-flow-grpo", *small, where, "resume=auto", "--json"]) == 0
     captured = capsys.readouterr()
-    assert "resuming from" in captured.err
+    assert "resumed from" in captured.err
     assert json.loads(captured.out)["tasks"] == printed["tasks"]  # as without the interruption
 
 

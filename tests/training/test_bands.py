@@ -57,7 +57,7 @@ def run(watch, trained, held_out, error=0.01, images=None):
         held_out = held_out[1:]
     raised = []
     for i, (reward, score) in enumerate(zip(trained, held_out, strict=True)):
-        metrics = {"reward/mean": reward} | ({"images/sharpness": images[i]} if images else {})
+        metrics = {"reward/mean": reward} | ({"images/high_frequency": images[i]} if images else {})
         metrics |= watch.observe(metrics)
         metrics |= watch.evaluated(score, error, {}) | {"eval/overall": score}
         raised.append(watch.alarms(metrics))
@@ -113,7 +113,7 @@ def test_images_that_drift_alarm_once():
     raised = run(Watch(), [1] * 12, [0.5] * 13, images=[1.0] + 11 * [0.0])
     # .8^n < 2^-1.5 from n = 5 on
     assert [i for i, messages in enumerate(raised) if messages] == [5]
-    assert "sharpness went from 1 to 0.3277" in raised[5][0]
+    assert "high frequency went from 1 to 0.3277" in raised[5][0]
 
 
 def test_a_watch_from_a_checkpoint_alarms_alike():
