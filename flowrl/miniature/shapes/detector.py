@@ -1,7 +1,8 @@
 """Classical vision for the world "shapes": pixels -> objects with colour, box, mask and confidence.
 
 Palette colour per pixel (an edge pixel is a blend of its colour with the background), connected components per colour,
-then the overlap of each component with the four templates stretched to its box. No learning, so the judge cannot be flattered.
+then the overlap of each component with the four templates stretched to its box. No learning, so the judge cannot be
+flattered.
 """
 
 from __future__ import annotations
