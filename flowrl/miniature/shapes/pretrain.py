@@ -3,8 +3,8 @@
     python -m flowrl.miniature.shapes.pretrain --output DIR
 
 Stages: scenes -> AutoencoderKL -> SD3Transformer2DModel with its two CLIP text encoders, joined into an ordinary
-`StableDiffusion3Pipeline` that `from_pretrained` loads. Every stage is seeded; about an hour on two CPU
-cores.
+`StableDiffusion3Pipeline` that `from_pretrained` loads. Every stage is seeded; something like an hour on two
+CPU cores.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def main() -> None:
         "--flow-steps",
         type=int,
         nargs="+",
-        default=[5_000, 3_000],
+        default=[5_000, 2_500],
         help="steps of each cosine cycle; a cycle starts from the averaged weights of the one before",
     )
     parser.add_argument("--batch", type=int, default=64)
