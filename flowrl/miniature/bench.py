@@ -74,7 +74,7 @@ VARIANTS: dict[str, Variant] = {
     for variant in (
         Variant("flow-grpo", "shapes-flow-grpo", (_TWO,), *_KL),
         # Log-ratios averaged over the 128 latent elements spread as sqrt(2 delta / 128): 1e-4 is about the clip 1e-3.
-        Variant("flow-dppo", "shapes-flow-grpo", (_TWO, "objective=FlowDPPO"), "objective.delta", (1e-5, 1e-4)),
+        Variant("flow-dppo", "shapes-flow-dppo", (_TWO,), "objective.delta", (1e-5, 1e-4)),
         # Of the 7 steps the first half may be left; at tau 3 every one of them is merged.
         Variant(
             "e-grpo",

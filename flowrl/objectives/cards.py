@@ -133,8 +133,8 @@ CARDS: dict[str, Card] = {
             ),
             failure_signs=(
                 "learning rates above 3e-4 only added noise (on an earlier base model)",
-                "kl 0 at learning rate 3e-4: after about 60 iterations the policy drifted off and lost what it had gained "
-                "(on an earlier base model)",
+                "kl 0 at learning rate 3e-4: after about 60 iterations the policy drifted off and lost what it had "
+                "gained (on an earlier base model)",
                 "the policy loss says nothing: its value does not depend on the rewards where v = v_old. Watch the "
                 "reward and `drift/velocity_mse_reference`",
             ),

@@ -312,20 +312,24 @@ class DiffusersPolicy:
         self, scheduler: RecordingScheduler, prompts: Sequence[Prompt], latents: Tensor, sampler: FlowSampler
     ) -> tuple[Tensor, list[dict[str, Any]]]:
         """The unmodified pipeline from these latents along what the scheduler has ahead: (latents, recorded calls)."""
-        conditioning = self.encode(prompts, sampler.guidance_scale)
-        dtype = next(iter(conditioning.arguments.values())).dtype
         with self._observed(scheduler) as calls:
-            latents = self.pipe(
-                **{k: v.to(self.device) for k, v in conditioning.arguments.items()},
-                latents=latents.to(self.device, dtype),
-                num_inference_steps=len(scheduler.ahead) - 1,
-                guidance_scale=sampler.guidance_scale,
-                height=self.height,
-                width=self.width,
-                output_type="latent",
-                return_dict=False,
-            )[0]
+            latents = self._generate(prompts, latents, len(scheduler.ahead) - 1, sampler.guidance_scale)
         return latents, calls
+
+    @torch.no_grad()
+    def _generate(self, prompts: Sequence[Prompt], latents: Tensor, steps: int, guidance_scale: float) -> Tensor:
+        """The pipeline as it stands, from these latents to those at the end of its schedule."""
+        arguments = self.encode(prompts, guidance_scale).arguments
+        return self.pipe(
+            **{k: v.to(self.device) for k, v in arguments.items()},
+            latents=latents.to(self.device, next(iter(arguments.values())).dtype),
+            num_inference_steps=steps,
+            guidance_scale=guidance_scale,
+            height=self.height,
+            width=self.width,
+            output_type="latent",
+            return_dict=False,
+        )[0]
 
     @contextmanager
     def _observed(self, scheduler: RecordingScheduler) -> Iterator[list[dict[str, Any]]]:
@@ -383,22 +387,8 @@ class DiffusersPolicy:
         """
         ode = ODE.from_config(self.pipe.scheduler.config, steps=sampler.steps, guidance_scale=sampler.guidance_scale)
         ours = self.sample(prompts, members, ode, seed=seed, iteration=0, batch_size=len(prompts))
-        shape = self.family.latent_shape(self.pipe, self.height, self.width)
-        conditioning = self.encode(prompts, sampler.guidance_scale)
-        dtype = ours.latents.dtype
-        with torch.no_grad():
-            stock = self.pipe(
-                **{k: v.to(self.device) for k, v in conditioning.arguments.items()},
-                latents=noise.batch_normal(
-                    shape, seed, 0, [p.index for p in prompts], members, noise.INITIAL, self.device, dtype
-                ),
-                num_inference_steps=ode.steps,
-                guidance_scale=ode.guidance_scale,
-                height=self.height,
-                width=self.width,
-                output_type="latent",
-                return_dict=False,
-            )[0]
+        start = self._noise(seed, 0, prompts, members)(noise.INITIAL)
+        stock = self._generate(prompts, start, ode.steps, ode.guidance_scale)
         difference = (stock.float() - ours.latents.float()).abs().max().item()
         if not difference <= 1e-4:
             raise RuntimeError(

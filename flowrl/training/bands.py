@@ -31,8 +31,7 @@ class Band(NamedTuple):
 
 # PROVISIONAL, rounded by hand. Amber lies beyond the 99 % quantile of three whole runs of shapes-nft (drift, images,
 # held-out) or of 21 short iterations of shapes-flow-grpo (kl, log_prob_gap); where these never moved it is a guess
-# (effective sample size, invalid share). shapes-nft on jpeg_compressibility alone, without kl, alarmed from its 11th
-# iteration on.
+# (effective sample size, invalid share).
 # `python benchmarks/bands.py RUN ...` proposes what finished runs say.
 BANDS: dict[str, Band] = {
     "kl/old": Band(1e-3, 5e-3),
