@@ -51,8 +51,13 @@ class Policy(Protocol):
         seed: int,
         iteration: int,
         batch_size: int,
+        on_latents: Callable[[Tensor], None] | None = None,
     ) -> Rollout:
-        """Generate one sample per (prompt, member); the result depends on these indices alone."""
+        """Generate one sample per (prompt, member); the result depends on these indices alone.
+
+        `on_latents` is given those of the first `batch_size` rows, of the next ones and so on, each batch as soon as it
+        is sampled.
+        """
         ...
 
     def evaluate(self, rollout: Rollout, unit: int, sampler) -> Transition:

@@ -131,6 +131,7 @@ class DiffusersPolicy:
         self.options = {"max_sequence_length": max_sequence_length}
         self.negative_prompt = negative_prompt
         self.module: Any = pipe.transformer
+        self._transformer_class = type(pipe.transformer)  # sharding makes a class of its own
         self.forward_module: Any = self.module
         self.copies: Callable[[str], AbstractContextManager[None]] | None = None
         self._cache: dict[tuple[str, bool], dict[str, Tensor]] = {}
@@ -186,10 +187,13 @@ class DiffusersPolicy:
         seed: int,
         iteration: int,
         batch_size: int,
+        on_latents: Callable[[Tensor], None] | None = None,
     ) -> Rollout:
         """Generate one sample per (prompt, member) with the unmodified pipeline, `batch_size` at a time.
 
-        Noise and plan are functions of `seed`, `iteration` and the indices, never of the batch.
+        Noise and plan are functions of `seed`, `iteration` and the indices, never of the batch. `on_latents` is given
+        those of the first `batch_size` rows, of the next ones and so on, each batch as soon as it is there. Where
+        samples walk several paths it is not the batch just sampled, and may come late.
         """
         sigmas = self.sigmas(sampler)
         plans = sampler.draw_plans(sigmas, seed, iteration, [p.index for p in prompts], members)
@@ -197,21 +201,18 @@ class DiffusersPolicy:
         alike: dict[StepPlan, list[int]] = {}  # a batch walks one path, whoever's noise its samples take
         for i, plan in enumerate(plans):
             alike.setdefault(replace(plan, noise_member=None, branch=0), []).append(i)
-        order = [i for rows in alike.values() for i in rows]
-        parts = [
-            self._sample_chunk(
-                [prompts[i] for i in rows[at : at + batch_size]],
-                [members[i] for i in rows[at : at + batch_size]],
-                [plans[i] for i in rows[at : at + batch_size]],
-                anchors,
-                sampler,
-                sigmas,
-                seed,
-                iteration,
-            )
-            for rows in alike.values()
-            for at in range(0, len(rows), batch_size)
-        ]
+        order: list[int] = []
+        parts: list[Rollout] = []
+        batches = [range(at, min(at + batch_size, len(plans))) for at in range(0, len(plans), batch_size)]
+        latents: dict[int, Tensor] = {}
+        for rows in (path[at : at + batch_size] for path in alike.values() for at in range(0, len(path), batch_size)):
+            drawn = [prompts[i] for i in rows], [members[i] for i in rows], [plans[i] for i in rows]
+            parts.append(self._sample_chunk(*drawn, anchors, sampler, sigmas, seed, iteration))
+            order += rows
+            if on_latents is not None:
+                latents |= zip(rows, parts[-1].latents, strict=True)
+                while batches and latents.keys() >= set(batches[0]):
+                    on_latents(torch.stack([latents.pop(i) for i in batches.pop(0)]))
         rollout = Rollout.cat(parts)
         if order == sorted(order):
             return rollout
@@ -471,8 +472,11 @@ class DiffusersPolicy:
             for p in trained:  # peft leaves them frozen, and a backward would then silently do nothing
                 p.requires_grad_(True)
 
-    def save_pretrained(self, directory: str | Path) -> None:
+    def save_pretrained(self, directory: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write an adapter that `pipe.load_lora_weights(directory)` loads, or a whole pipeline folder.
+
+        Args:
+            weights: the transformer's state dict, where this process holds only a shard of it.
 
         Raises:
             RuntimeError: what lies on disk afterwards is not what the policy holds.
@@ -480,12 +484,13 @@ class DiffusersPolicy:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if self.peft_config is None:
-            self.pipe.save_pretrained(directory, safe_serialization=True)
-            _verify(directory / "transformer", self.module.state_dict())
+            with self._whole(weights) as module:
+                self.pipe.save_pretrained(directory, safe_serialization=True)
+                _verify(directory / "transformer", module.state_dict())
             return
         from peft.utils import get_peft_model_state_dict
 
-        layers = get_peft_model_state_dict(self.module, adapter_name=ADAPTER)
+        layers = get_peft_model_state_dict(self.module, state_dict=weights, adapter_name=ADAPTER)
         # Without the metadata diffusers forgets lora_alpha and the reloaded policy is another one.
         metadata = json.loads(json.dumps(self.peft_config.to_dict(), default=_jsonable))
         type(self.pipe).save_lora_weights(
@@ -494,6 +499,20 @@ class DiffusersPolicy:
             transformer_lora_adapter_metadata=metadata,
         )
         _verify(directory, {f"transformer.{k}": v for k, v in layers.items()})
+
+    @contextmanager
+    def _whole(self, weights: Mapping[str, Tensor] | None) -> Iterator[nn.Module]:
+        """The transformer in the pipeline; one made of `weights` takes its place where they are given."""
+        if weights is None:
+            yield self.module
+            return
+        module = self._transformer_class.from_config(self.module.config)
+        module.load_state_dict(weights, assign=True)
+        self.pipe.transformer = module
+        try:
+            yield module
+        finally:
+            self.pipe.transformer = self.module
 
 
 def _verify(directory: Path, live: Mapping[str, Tensor]) -> None:

@@ -131,6 +131,11 @@ class Plan(ABC):
         """Whether the samples of a group share a trajectory before they part."""
         return False
 
+    @property
+    def in_step(self) -> bool:
+        """Whether all samples of an iteration call the model equally often, in the same batches."""
+        return self.branches == 1 and not self.anchored
+
 
 @dataclass(frozen=True)
 class AllSteps(Plan):
@@ -182,6 +187,10 @@ class Window(Plan):
     @property
     def anchored(self) -> bool:
         return self.branch
+
+    @property
+    def in_step(self) -> bool:
+        return super().in_step and self.scope == "iteration"
 
     def _draw(self, seed: int, iteration: int, feasible: Flags, prompt: int, member: int, std: Std | None) -> StepPlan:
         low, high = self.start_range

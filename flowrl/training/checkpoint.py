@@ -128,10 +128,16 @@ def save(
 
 def _save_weights(model: nn.Module, trained: Collection[str], path: Path, main: bool) -> None:
     """Gather the trained weights on all processes and write them on the main one."""
-    weights: dict[str, Any] = get_model_state_dict(model, options=_FULL)
+    weights = gathered(model, trained_only=True)
     if main:
         # Buffers stay out: the position table of SD3 alone is a gigabyte.
         save_file({k: v.contiguous() for k, v in weights.items() if k in trained}, path)
+
+
+def gathered(model: nn.Module, trained_only: bool) -> dict[str, Any]:
+    """The whole state dict of a sharded model, on the CPU of the main process; every process calls it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
+    return dict(get_model_state_dict(model, options=options))
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:

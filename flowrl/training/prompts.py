@@ -16,11 +16,20 @@ from flowrl import noise
 from flowrl.rollout import Prompt
 
 PromptSource: TypeAlias = "str | Path | Sequence[str | Mapping[str, Any]]"
+# The worlds of `flowrl.miniature`, and what their models need of `flowrl.training.recipe.ModelConfig`.
+WORLDS: dict[str, dict[str, Any]] = {
+    "shapes": {"max_sequence_length": 0},
+    "glyphs": {"max_sequence_length": 0, "height": 24, "width": 48},
+}
 # Named prompt sets: a function that returns the entries, as "module:function". Any such path works as a source too.
 NAMED = {
     "geneval": "flowrl.rewards.geneval:benchmark_prompts",
-    "shapes/train": "flowrl.miniature.shapes.world:train_prompts",
-    "shapes/test": "flowrl.miniature.shapes.world:held_out_prompts",
+    "geneval/test": "flowrl.rewards.geneval:benchmark_prompts",
+    "geneval/train": "flowrl.rewards.geneval_prompts:train_prompts",
+    "geneval/train-seen": "flowrl.rewards.geneval_prompts:seen_prompts",
+    "geneval/test-unseen": "flowrl.rewards.geneval_prompts:unseen_prompts",
+    **{f"{world}/train": f"flowrl.miniature.{world}.world:train_prompts" for world in WORLDS},
+    **{f"{world}/test": f"flowrl.miniature.{world}.world:held_out_prompts" for world in WORLDS},
 }
 _DRAW = int.from_bytes(b"prompts", "little")
 

@@ -19,16 +19,13 @@ from flowrl.objectives import Objective
 from flowrl.recipes import RecipeError
 from flowrl.samplers import ODE, FlowSampler, Plan, Schedule, SchedulerConfig, SingleShift
 from flowrl.training.arguments import TrainingArguments
+from flowrl.training.prompts import WORLDS
 
 if TYPE_CHECKING:
     from flowrl.pipelines.recording import DiffusersPolicy
     from flowrl.training.trainer import Trainer
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
-# Models that come with the package: where their folder's path is, and what their config needs.
-_SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "shapes": ("flowrl.miniature.shapes", "WEIGHTS", {"max_sequence_length": 0}),
-}
 
 
 @dataclass
@@ -36,7 +33,7 @@ class ModelConfig:
     """Which generator, and how prompts enter it.
 
     Args:
-        path: a diffusers pipeline folder, a hub id, or a shipped model's name ("shapes").
+        path: a diffusers pipeline folder, a hub id, or a miniature world's name ("shapes", "glyphs").
         dtype: dtype of the loaded weights; None keeps the folder's. Trained adapter weights are float32 in any case.
         height, width: pixels; None takes the pipeline's default.
         max_sequence_length: T5 tokens per prompt (0 for a pipeline without T5).
@@ -53,20 +50,19 @@ class ModelConfig:
     @classmethod
     def of(cls, path: str) -> ModelConfig:
         """The defaults for a model; a shipped one brings its own."""
-        return cls(path, **_SHIPPED[path][2]) if path in _SHIPPED else cls(path)
+        return cls(path, **WORLDS.get(path, {}))
 
     @property
     def location(self) -> str:
         """`path`, or the folder of the shipped model of that name."""
-        if self.path not in _SHIPPED:
+        if self.path not in WORLDS:
             return self.path
-        module, name, _ = _SHIPPED[self.path]
-        return str(getattr(importlib.import_module(module), name))
+        return str(importlib.import_module(f"flowrl.miniature.{self.path}").WEIGHTS)
 
 
 def is_model(name: str) -> bool:
     """Whether this names a model: a folder, a shipped one, or what looks like a hub id."""
-    return name in _SHIPPED or Path(name).is_dir() or name.count("/") == 1
+    return name in WORLDS or Path(name).is_dir() or name.count("/") == 1
 
 
 @dataclass
@@ -106,7 +102,7 @@ class Recipe:
     Args:
         description: one line for people.
         model, objective, sampler, training: the parts; `sampler` may hold a `Stock` schedule.
-        rewards: name or `module:function` -> weight.
+        rewards: name, `module:function` or `KIND@URL[,URL]` (`remote@...`, see docs/rewards.md) -> weight.
         prompts: a named set, file or `module:function`; see `PromptSet`.
         eval_prompts, eval_rewards, eval_sampler: see `Trainer`.
         lora: None trains all weights.

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import Accelerator
+from torch import Tensor
+
+from flowrl.rewards import quantise
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
@@ -39,6 +43,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
+
+
+def image_grid(images: Tensor, columns: int = 8, scale_to: int = 96) -> np.ndarray:
+    """A uint8 `[H, W, 3]` picture of `[N, 3, h, w]` images in [0, 1]; small ones are magnified without smoothing."""
+    x = quantise(images.cpu()).permute(0, 3, 1, 2)
+    factor = max(1, scale_to // x.shape[-1])
+    x = x.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
+    x = torch.nn.functional.pad(x, (2, 2, 2, 2), value=128)
+    rows = -(-len(x) // columns)
+    blank = x.new_full((rows * columns - len(x), *x.shape[1:]), 255)
+    x = torch.cat([x, blank]).reshape(rows, columns, *x.shape[1:])
+    return x.permute(0, 3, 1, 4, 2).reshape(rows * x.shape[3], columns * x.shape[4], 3).numpy()
 
 
 class Tracking:

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from diffusers.optimization import get_scheduler
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from flowrl.core import AdvOut, Batch, Totals
@@ -36,7 +37,8 @@ from flowrl.training import bands, checkpoint, monitors
 from flowrl.training.arguments import TrainingArguments
 from flowrl.training.batch_plan import BatchPlan
 from flowrl.training.prompts import PromptSet, PromptSource, columns_of
-from flowrl.training.tracking import Tracking, check_trackers
+from flowrl.training.scoring import Scoring
+from flowrl.training.tracking import Tracking, check_trackers, image_grid
 from flowrl.training.weights import WeightCopies, ema_decay
 
 EVALUATION = -1  # the "iteration" whose noise evaluations use: the same images' seeds every time
@@ -114,9 +116,13 @@ class Trainer:
         self.eval_rewards = self.rewards if eval_rewards is None else RewardSet(eval_rewards, args.max_invalid_share)
         self.prompts = _prompt_set(prompts)
         self.eval_prompts = None if eval_prompts is None else _prompt_set(eval_prompts)
-        self.rewards.check_columns(self.prompts.columns)
+        self.rewards.check_columns(self.prompts.columns, supplied=["group_id"])
+        self.rewards.check_prompts([p.text for p in self.prompts])
+        if getattr(objective, "tracks", False):
+            self.rewards.check_range(0.0, 1.0, f"{type(objective).__name__}'s tracker")
         if self.eval_prompts is not None:
             self.eval_rewards.check_columns(self.eval_prompts.columns)
+            self.eval_rewards.check_prompts([p.text for p in self.eval_prompts])
         if args.prompts_per_iteration > len(self.prompts):
             raise ValueError(
                 f"prompts_per_iteration is {args.prompts_per_iteration}, but there are only {len(self.prompts)} prompts"
@@ -176,6 +182,11 @@ class Trainer:
         )
         self.model, self.optimizer = self.accelerator.prepare(self.policy.module, self.optimizer)
         self.policy.forward_module = self.model
+        if self._sharded and not sampler.plan.in_step:
+            raise ValueError(
+                f"{sampler.plan} lets processes call the model a different number of times, and with a sharded model "
+                "(FSDP2) they would wait for ever: use a window per iteration without branches, or DDP."
+            )
         self.lr_scheduler = get_scheduler(
             args.lr_scheduler,
             self.optimizer,
@@ -190,7 +201,7 @@ class Trainer:
             names.append("old")
         if args.ema_decay is not None:
             names.append("ema")
-        self.copies = WeightCopies(self.policy.trainable(), tuple(names))
+        self.copies = WeightCopies(self.policy.trainable(), tuple(names), self.policy.module)
         self.policy.copies = self.copies.swapped
 
         self.iteration = 0
@@ -217,7 +228,7 @@ class Trainer:
         return {
             "objective": repr(self.objective),
             "sampler": repr(self.sampler),
-            "rewards": self.rewards.weights,
+            "rewards": self.rewards.identity,
             "prompts": f"{len(self.prompts)} prompts {hashlib.sha256(entries.encode()).hexdigest()[:12]}",
             "parameters": {n: list(p.shape) for n, p in self.policy.trainable().items()},
             "adapter": {k: getattr(self.policy.peft_config, k, None) for k in adapter},
@@ -279,24 +290,38 @@ class Trainer:
         every = [p for p, n in zip(drawn, sizes, strict=True) for _ in range(n)]
         member = [m for n in sizes for m in range(n)]
         numbers = self.plan.rows(a.seed, iteration, rank)
-        with self._timed("rollout"), self.policy.use(self.objective.behaviour):
-            rollout = self.policy.sample(
-                [every[s] for s in numbers],
-                [member[s] for s in numbers],
-                self.sampler,
-                seed=a.seed,
-                iteration=iteration,
-                batch_size=a.sample_batch_size,
-            )
-        with self._timed("decode"):
-            rollout.media = self._decode(rollout.latents)
-        with self._timed("reward"):
-            scores = self._score(self.rewards, rollout.media, rollout.prompts, self.prompts.columns, iteration)
-            total, valid, parts = self._gather(numbers, scores)
+        mine = [every[s] for s in numbers]
+        device = self.accelerator.device
+        scoring = Scoring(self.rewards, mine, self.prompts.columns, device, numbers)
+        with self._failed_saved(iteration), scoring:
+
+            def decode(latents: Tensor) -> None:
+                with self._timed("decode"):
+                    images = self.policy.decode(latents)
+                scoring.add(images)
+
+            with self._timed("rollout"), self.policy.use(self.objective.behaviour):
+                rollout = self.policy.sample(
+                    mine,
+                    [member[s] for s in numbers],
+                    self.sampler,
+                    seed=a.seed,
+                    iteration=iteration,
+                    batch_size=a.sample_batch_size,
+                    on_latents=decode,
+                )
+            rollout.media = scoring.media
+            with self._timed("reward"):
+                scores = scoring.result()
+        total, valid, parts = self._gather(numbers, scores)
         columns = self.objective.columns(rollout)
         sigmas = self.policy.sigmas(self.sampler)
         plans = self.sampler.draw_plans(sigmas, a.seed, iteration, [p.index for p in every], member)
         branches = self.sampler.plan.branches
+        weights = tuple(self.rewards.weights.values())
+        extra: dict[str, Any] = {"rewards": torch.stack([*parts.values()], 1), "reward_weights": weights}
+        if "log_prob" in self.objective.requires:
+            extra |= self.sampler.unit_table(sigmas, plans) | {"transition": _actions(every, member, plans)}
         batch = Batch(
             mask=torch.ones(self.plan.samples, columns, dtype=torch.bool),
             logp=torch.zeros(self.plan.samples, columns),
@@ -304,9 +329,7 @@ class Trainer:
             reward=total,
             group_id=torch.tensor([p.index * branches + plan.branch for p, plan in zip(every, plans, strict=True)]),
             valid=valid,
-            extra=self.sampler.unit_table(sigmas, plans) | {"transition": _actions(every, member, plans)}
-            if "log_prob" in self.objective.requires
-            else {},
+            extra=extra,
         )
         advantage = self.objective.advantages(batch)
         metrics = monitors.reward_metrics(every, parts, batch) | monitors.advantage_metrics(advantage, batch)
@@ -331,10 +354,16 @@ class Trainer:
         columns: Sequence[str],
         iteration: int,
     ) -> Scores:
-        """Score, or save the offending samples and stop."""
+        """Score, or save the samples that a reward failed on and stop."""
+        groups = {"group_id": [p.index for p in prompts]} if rewards.groupwise else {}
+        with self._failed_saved(iteration), torch.no_grad():
+            return rewards.score(media, [p.text for p in prompts], columns_of(prompts, columns) | groups)
+
+    @contextmanager
+    def _failed_saved(self, iteration: int) -> Iterator[None]:
+        """Save the samples that a reward failed on."""
         try:
-            with torch.no_grad():
-                return rewards.score(media, [p.text for p in prompts], columns_of(prompts, columns))
+            yield
         except RewardError as error:
             folder = self.output_dir / "failed" / f"iteration-{iteration:06d}-{self.accelerator.process_index}"
             where = error.save(folder)
@@ -532,18 +561,10 @@ class Trainer:
         if before is None and self.eval_prompts is not None:
             before = self.evaluate()
             self._publish(before, "before", tracking)
-        progress = tqdm(
-            total=a.iterations,
-            initial=self.iteration,
-            desc="train",
-            disable=not acc.is_main_process,
-            dynamic_ncols=True,
-        )
         first = self.iteration
-        with progress as bar, self._interruptible(bar):
+        with self._progress() as bar, self._interruptible(bar):
             for iteration in range(first, a.iterations):
-                start = time.perf_counter()
-                phases = dict(self.seconds)
+                start, phases = time.perf_counter(), dict(self.seconds)
                 rollout, batch, advantage, metrics = self.rollout(iteration)
                 if iteration == first:
                     self.check_ratio(rollout)
@@ -553,29 +574,11 @@ class Trainer:
                         self.update(rollout, batch, advantage, iteration, u) for u in range(a.updates_per_iteration)
                     ]
                 self.objective.after_update(self.copies, iteration, stats[-1])
-                with self._timed("monitor"):
-                    if a.monitor_samples:
-                        part = rollout.rows(range(min(a.monitor_samples, len(rollout))))
-                        metrics |= monitors.drift(self.policy, self.sampler, part, "reference" in self._references())
-                    metrics |= self._image_metrics(rollout)
-                metrics |= self.watch.observe(metrics)
-                metrics |= {f"train/{k}": sum(s[k] for s in stats) / len(stats) for k in stats[0]}
-                metrics["ratio_check"] = stats[0].get("log_ratio_max", 0.0)  # nothing had moved yet
+                metrics = self._measured(metrics, rollout, stats)
                 self.iteration = iteration + 1
-                elapsed = time.perf_counter() - start
-                metrics |= {f"time/{k}": v - phases.get(k, 0.0) for k, v in self.seconds.items()}
-                metrics |= {"time/iteration": elapsed, "images_per_second": self.plan.samples / elapsed}
-                if a.log_images_every and iteration % a.log_images_every == 0 and rollout.media is not None:
-                    tracking.image("train", image_grid(rollout.media[:16]), iteration)
-                due = a.eval_every and self.iteration % a.eval_every == 0 and self.iteration < a.iterations
-                if due and self.eval_prompts is not None:
-                    metrics |= self._publish(self.evaluate(), "eval", tracking)
-                colours = bands.judge(metrics)
-                metrics |= {f"health/{name}": bands.COLOURS.index(colour) for name, colour in colours.items()}
-                self._alarm(metrics)
-                tracking.log(metrics, iteration)
-                bar.set_postfix(reward=f"{metrics['reward/mean']:.3f}", health=bands.headline(colours), refresh=False)
-                bar.update()
+                metrics |= self._times(start, phases)
+                metrics |= self._shown(rollout, iteration, tracking)
+                self._log(metrics, iteration, tracking, bar)
                 if on_iteration is not None and on_iteration(metrics):
                     self._interrupted = True
                 stop = self._agree_to_stop()
@@ -583,7 +586,56 @@ class Trainer:
                     self.save_checkpoint()
                 if stop:
                     break
-        finished = self.iteration >= a.iterations
+        return self._finish(before, tracking)
+
+    def _progress(self) -> tqdm:
+        return tqdm(
+            total=self.args.iterations,
+            initial=self.iteration,
+            desc="train",
+            disable=not self.accelerator.is_main_process,
+            dynamic_ncols=True,
+        )
+
+    def _measured(self, metrics: dict[str, float], rollout: Rollout, stats: list[dict[str, float]]) -> dict[str, float]:
+        """The rollout's metrics with what the updates were like and what they did."""
+        with self._timed("monitor"):
+            if self.args.monitor_samples:
+                part = rollout.rows(range(min(self.args.monitor_samples, len(rollout))))
+                metrics |= monitors.drift(self.policy, self.sampler, part, "reference" in self._references())
+            metrics |= self._image_metrics(rollout)
+        metrics |= self.watch.observe(metrics)
+        metrics |= {f"train/{k}": sum(s[k] for s in stats) / len(stats) for k in stats[0]}
+        metrics["ratio_check"] = stats[0].get("log_ratio_max", 0.0)  # nothing had moved yet
+        return metrics
+
+    def _times(self, start: float, before: Mapping[str, float]) -> dict[str, float]:
+        elapsed = time.perf_counter() - start
+        metrics = {f"time/{k}": v - before.get(k, 0.0) for k, v in self.seconds.items()}
+        return metrics | {"time/iteration": elapsed, "images_per_second": self.plan.samples / elapsed}
+
+    def _shown(self, rollout: Rollout, iteration: int, tracking: Tracking) -> dict[str, float]:
+        """A grid of the rollout and the metrics of an evaluation, when they are due."""
+        a = self.args
+        if a.log_images_every and iteration % a.log_images_every == 0 and rollout.media is not None:
+            tracking.image("train", image_grid(rollout.media[:16]), iteration)
+        due = a.eval_every and self.iteration % a.eval_every == 0 and self.iteration < a.iterations
+        if due and self.eval_prompts is not None:
+            return self._publish(self.evaluate(), "eval", tracking)
+        return {}
+
+    def _log(self, metrics: dict[str, float], iteration: int, tracking: Tracking, bar: tqdm) -> None:
+        """Judge the metrics, raise the alarm, write the row."""
+        colours = bands.judge(metrics)
+        metrics |= {f"health/{name}": bands.COLOURS.index(colour) for name, colour in colours.items()}
+        self._alarm(metrics)
+        tracking.log(metrics, iteration)
+        bar.set_postfix(reward=f"{metrics['reward/mean']:.3f}", health=bands.headline(colours), refresh=False)
+        bar.update()
+
+    def _finish(self, before: Evaluation | None, tracking: Tracking) -> dict[str, Any]:
+        """Evaluate and save what a finished run has not yet; write the summary."""
+        finished = self.iteration >= self.args.iterations
         after = self._restore_evaluation("after") if finished else None
         if finished and after is None:
             if self.eval_prompts is not None:
@@ -594,7 +646,9 @@ class Trainer:
         summary = self._summary(before, after, finished)
         tracking.close()
         if not finished:
-            acc.print(f"stopped after iteration {self.iteration}; continue with resume='auto' (CLI: resume=auto)")
+            self.accelerator.print(
+                f"stopped after iteration {self.iteration}; continue with resume='auto' (CLI: resume=auto)"
+            )
         return summary
 
     def resume(self, resume: bool | str | Path) -> None:
@@ -638,13 +692,15 @@ class Trainer:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        """Add the seconds of the block to its phase, less those of phases within it."""
+        start, before = time.perf_counter(), sum(self.seconds.values())
         outer, self.phase = self.phase, phase
         yield
         self.phase = outer
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
-        self.seconds[phase] += time.perf_counter() - start
+        within = sum(self.seconds.values()) - before
+        self.seconds[phase] += time.perf_counter() - start - within
 
     @contextmanager
     def _interruptible(self, bar: tqdm) -> Iterator[None]:
@@ -716,11 +772,16 @@ class Trainer:
         which = self.eval_prompts if prompts is None else _prompt_set(prompts)
         if which is None:
             raise ValueError("no prompts to evaluate: pass eval_prompts to the Trainer or prompts to evaluate()")
+        self.eval_rewards.check_columns(which.columns)
+        self.eval_rewards.check_prompts([p.text for p in which])
         weights = weights or ("ema" if "ema" in self.copies else "policy")
         count = images_per_prompt or a.eval_images_per_prompt
         start = time.perf_counter()
         jobs = [(i, m) for i in range(len(which)) for m in range(count)]
         mine = jobs[acc.process_index :: acc.num_processes]
+        if self._sharded:  # its processes call the model equally often; what one did twice counts once
+            even = -(-len(jobs) // acc.num_processes)
+            mine += jobs[:1] * (even - len(mine))
         records: list[tuple[int, int, float, dict[str, float]]] = []
         shown = _spread(which, 24)
         pictures: list[tuple[int, Tensor]] = []
@@ -743,8 +804,8 @@ class Trainer:
                     records.append((i, m, scores.total[k].item(), parts))
                     if m == 0 and i in shown:
                         pictures.append((i, media[k].cpu()))
-        records = sorted(gather_object(records), key=lambda r: r[:2])
-        pictures = sorted(gather_object(pictures), key=lambda p: p[0])
+        records = sorted({r[:2]: r for r in gather_object(records)}.values(), key=lambda r: r[:2])
+        pictures = sorted({p[0]: p for p in gather_object(pictures)}.values(), key=lambda p: p[0])
         return self._evaluation(which, records, pictures, time.perf_counter() - start)
 
     def _evaluation(self, prompts: PromptSet, records, pictures, seconds: float) -> Evaluation:
@@ -865,10 +926,16 @@ class Trainer:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the weights that are evaluated ("ema" where the run keeps one) for stock diffusers."""
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            with self.policy.use("ema" if "ema" in self.copies else "policy"):
-                self.policy.save_pretrained(directory)
+        with self.policy.use("ema" if "ema" in self.copies else "policy"):
+            adapter = self.policy.peft_config is not None
+            weights = checkpoint.gathered(self.model, adapter) if self._sharded else None
+            if self.accelerator.is_main_process:
+                self.policy.save_pretrained(directory, weights)
         self.accelerator.wait_for_everyone()
+
+    @property
+    def _sharded(self) -> bool:
+        return any(isinstance(p, DTensor) for p in self.policy.module.parameters())
 
     def _summary(self, before: Evaluation | None, after: Evaluation | None, finished: bool) -> dict[str, Any]:
         summary = {
@@ -889,20 +956,6 @@ class Trainer:
         if self.accelerator.is_main_process:
             (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         return summary
-
-
-def image_grid(images: Tensor, columns: int = 8, scale_to: int = 96):
-    """A uint8 `[H, W, 3]` picture of `[N, 3, h, w]` images in [0, 1]; small ones are magnified without smoothing."""
-    from flowrl.rewards import quantise
-
-    x = quantise(images.cpu()).permute(0, 3, 1, 2)
-    factor = max(1, scale_to // x.shape[-1])
-    x = x.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
-    x = torch.nn.functional.pad(x, (2, 2, 2, 2), value=128)
-    rows = -(-len(x) // columns)
-    blank = x.new_full((rows * columns - len(x), *x.shape[1:]), 255)
-    x = torch.cat([x, blank]).reshape(rows, columns, *x.shape[1:])
-    return x.permute(0, 3, 1, 4, 2).reshape(rows * x.shape[3], columns * x.shape[4], 3).numpy()
 
 
 def _prompt_set(source: Any) -> PromptSet:

@@ -7,17 +7,28 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 class WeightCopies:
     """Named copies of a set of parameters, swapped in and out in place.
 
     In place, because wrappers (DDP, FSDP2) keep references to the parameters. A graph built before a swap cannot be
-    back-propagated after it: torch's version counter raises, so a wrong order is never silent.
+    back-propagated after it: torch's version counter raises, so a wrong order is never silent. Of sharded parameters
+    (FSDP2) each process copies its own shard.
+
+    Args:
+        parameters: name -> parameter.
+        names: copies to make at once.
+        module: what holds the parameters; needed where it is sharded.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], names: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], names: tuple[str, ...] = (), module: nn.Module | None = None
+    ) -> None:
         self.parameters = dict(parameters)
+        self._sharded = [m for m in (module.modules() if module else ()) if isinstance(m, FSDPModule)]
         self._copies: dict[str, list[Tensor]] = {}
         self._backup: list[Tensor] | None = None
         for name in names:
@@ -30,13 +41,24 @@ class WeightCopies:
     def names(self) -> tuple[str, ...]:
         return tuple(self._copies)
 
+    def _live(self) -> list[Tensor]:
+        """The parameters' own storage."""
+        with torch.no_grad():
+            return [p.to_local() if isinstance(p, DTensor) else p.detach() for p in self.parameters.values()]
+
+    @torch.no_grad()
+    def _write(self, values: list[Tensor]) -> None:
+        for module in self._sharded:  # else what a forward gathered outlives the weights it was gathered from
+            module.reshard()
+        torch._foreach_copy_(self._live(), values)
+
     @torch.no_grad()
     def capture(self, name: str) -> None:
         """copy <- policy, made if missing."""
         if name in self._copies:
-            torch._foreach_copy_(self._copies[name], list(self.parameters.values()))
+            torch._foreach_copy_(self._copies[name], self._live())
         else:
-            self._copies[name] = [p.detach().clone() for p in self.parameters.values()]
+            self._copies[name] = [p.clone() for p in self._live()]
 
     @torch.no_grad()
     def blend(self, name: str, decay: float) -> None:
@@ -44,7 +66,7 @@ class WeightCopies:
         if decay == 0:
             self.capture(name)
         else:
-            torch._foreach_lerp_(self._copies[name], list(self.parameters.values()), 1 - decay)
+            torch._foreach_lerp_(self._copies[name], self._live(), 1 - decay)
 
     @contextmanager
     def swapped(self, name: str) -> Iterator[None]:
@@ -53,15 +75,12 @@ class WeightCopies:
             raise KeyError(f"no copy {name!r} of the weights; there are {sorted(self._copies)}")
         if self._backup is not None:
             raise RuntimeError("copies of the weights cannot be nested")
-        live = [p.detach() for p in self.parameters.values()]
-        with torch.no_grad():
-            self._backup = [p.clone() for p in live]
-            torch._foreach_copy_(live, self._copies[name])
+        self._backup = [p.clone() for p in self._live()]
+        self._write(self._copies[name])
         try:
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(live, self._backup)
+            self._write(self._backup)
             self._backup = None
 
 

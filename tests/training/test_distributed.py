@@ -1,4 +1,4 @@
-"""Two processes (gloo) run the same experiment as one."""
+"""Two processes (gloo) run the same experiment as one, each with the whole model (DDP) or with a shard (FSDP2)."""
 
 import copy
 import os
@@ -6,6 +6,9 @@ import os
 import pytest
 import torch
 from accelerate import debug_launcher
+from safetensors.torch import load_file
+
+from flowrl.samplers import FlowSDE, Window
 
 FIELDS = ("latents", "log_prob", "media")
 SETTINGS = {
@@ -33,6 +36,11 @@ def _forget_the_parents_accelerator():
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def whole(p):
+    """A parameter, or all shards of it; every process calls it."""
+    return (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+
+
 def experiment(make_trainer, folder, objective, peft):
     """Everything this process saw, by sample number."""
     trainer = make_trainer(folder / "run", objective, peft, rewards=brightness, **SETTINGS)
@@ -53,13 +61,14 @@ def experiment(make_trainer, folder, objective, peft):
     # After training, on all processes: what the README does.
     trainer.save_pretrained(folder / "out")
     overall = trainer.evaluate().overall
-    weights = {n: p.detach().clone() for n, p in trainer.policy.trainable().items()}
+    weights = {n: whole(p) for n, p in trainer.policy.trainable().items()}
     copies = {}
     for name in trainer.copies.names:
         with trainer.copies.swapped(name):
-            copies |= {f"{name} {n}": p.detach().clone() for n, p in trainer.copies.parameters.items()}
+            copies |= {f"{name} {n}": whole(p) for n, p in trainer.copies.parameters.items()}
     result = {
         "world": world,
+        "kind": str(trainer.accelerator.distributed_type.value),
         "folder": folder,
         "rollouts": rollouts,
         "weights": weights,
@@ -72,6 +81,30 @@ def experiment(make_trainer, folder, objective, peft):
 
 def child(make_trainer, folder, objective, peft):
     _forget_the_parents_accelerator()
+    experiment(make_trainer, folder, objective, peft)
+
+
+def _shard_on_cpu(**settings):
+    """What `accelerate launch --use_fsdp --fsdp_version 2` sets. accelerate has FSDP for accelerators only: say that
+    the CPU is one."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ |= {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "JointTransformerBlock",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    } | settings
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_HPU
+
+
+def sharded_child(make_trainer, folder, objective, peft, keep_whole):
+    _forget_the_parents_accelerator()
+    # Weights that stay whole after a forward must not outlive a swap.
+    _shard_on_cpu(FSDP_RESHARD_AFTER_FORWARD=str(not keep_whole).lower())
     experiment(make_trainer, folder, objective, peft)
 
 
@@ -179,6 +212,57 @@ def test_what_two_processes_save_is_complete_and_loads_in_one(runs, make_trainer
     for name, p in single.policy.trainable().items():
         assert torch.equal(p.detach(), two[0]["weights"][name])
     assert single.iteration == 2 and single.updates == 4
+
+
+# ---------------------------------------------------------------------------------------------- shards
+
+
+@pytest.mark.parametrize(("objective", "peft", "keep_whole"), [("nft", False, True), ("grpo", True, False)])
+def test_a_sharded_model_trains_saves_and_resumes_the_same_run(
+    runs, make_trainer, rows_of, tmp_path, objective, peft, keep_whole
+):
+    (one,), ddp = runs(objective, peft)
+    debug_launcher(sharded_child, (make_trainer, tmp_path, objective, peft, keep_whole), num_processes=2)
+    two = results(tmp_path, 2)
+    assert [r["kind"] for r in two] == ["FSDP", "FSDP"] and ddp[0]["kind"] == "MULTI_CPU"
+    a, b = (rows_of(folder / "run") for folder in (ddp[0]["folder"], tmp_path))
+    for key in ("train/loss", "train/grad_norm", "reward/mean"):
+        assert [r[key] for r in b] == pytest.approx([r[key] for r in a], rel=1e-2), key
+    assert two[0]["overall"] == two[1]["overall"] == pytest.approx(one["overall"], abs=1e-5)
+    start = dict(make_trainer(tmp_path / "start", objective, peft).policy.trainable())
+    moved = max((one["weights"][n] - p).abs().max().item() for n, p in start.items())
+    for name, expected in (one["weights"] | one["copies"]).items():
+        found = (two[0]["weights"] | two[0]["copies"])[name]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-2 * moved)
+    # Checkpoint and final weights are whole, in one process too.
+    single = make_trainer(tmp_path / "single", objective, peft, rewards=brightness, **SETTINGS)
+    single.load_checkpoint(tmp_path / "run" / "checkpoints" / "iteration-000002")
+    for name, p in single.policy.trainable().items():
+        assert torch.equal(p.detach(), two[0]["weights"][name]), name
+    single.save_pretrained(tmp_path / "again")
+    part = "" if peft else "transformer"
+    saved, again = (
+        {k: v for f in (tmp_path / d / part).glob("*.safetensors") for k, v in load_file(f).items()}
+        for d in ("out", "again")
+    )
+    assert saved.keys() == again.keys() and len(saved) > 1
+    assert all(torch.equal(v, again[k]) for k, v in saved.items())
+
+
+def sharded_windows(make_trainer, folder):
+    _forget_the_parents_accelerator()
+    _shard_on_cpu()
+    plan = Window(size=1, start_range=(0, 3), scope="sample")
+    try:
+        make_trainer(folder / "run", sampler=FlowSDE(steps=4, plan=plan))
+    except ValueError as error:
+        (folder / f"refused-{torch.distributed.get_rank()}").write_text(str(error))
+
+
+def test_a_plan_that_lets_shards_wait_for_one_another_is_refused(make_trainer, tmp_path):
+    debug_launcher(sharded_windows, (make_trainer, tmp_path), num_processes=2)
+    for rank in range(2):
+        assert "would wait for ever" in (tmp_path / f"refused-{rank}").read_text()
 
 
 # ---------------------------------------------------------------------------------------------- refusals

@@ -22,7 +22,7 @@ def contents(folder):
 
 
 class Failing:
-    """The brightness, except for what `answer(values)` makes of it at the n-th call."""
+    """The brightness, except for what `answer(values)` makes of it after `at` calls."""
 
     name = "brightness"
 
@@ -75,7 +75,7 @@ def all_invalid(values):
 def test_a_failing_reward_stops_the_step_and_keeps_the_samples(
     make_trainer, count_updates, state_of, identical, tmp_path, answer, message, rows, objective
 ):
-    trainer = make_trainer(tmp_path, objective, rewards=Failing(answer), save_every=1)
+    trainer = make_trainer(tmp_path, objective, rewards=Failing(answer), save_every=1, sample_batch_size=8)
     steps = count_updates(trainer)
     with pytest.raises(RewardError, match=message) as failure:
         trainer.train()
@@ -89,10 +89,10 @@ def test_a_failing_reward_stops_the_step_and_keeps_the_samples(
     # The checkpoint before it is whole, and from it the run goes on as if nothing had happened.
     newest = checkpoint.latest(tmp_path / "checkpoints")
     assert newest.name == "iteration-000001"
-    again = make_trainer(tmp_path, objective, rewards=Failing(), iterations=2)
+    again = make_trainer(tmp_path, objective, rewards=Failing(), iterations=2, sample_batch_size=8)
     again.train(resume="auto")
     if answer is raises:
-        whole = make_trainer(tmp_path / "whole", objective, rewards=Failing(), iterations=2)
+        whole = make_trainer(tmp_path / "whole", objective, rewards=Failing(), iterations=2, sample_batch_size=8)
         whole.train()
         identical(state_of(whole), state_of(again))
 
@@ -105,7 +105,8 @@ def test_a_failing_reward_in_the_first_iteration_leaves_no_checkpoint(make_train
 
 @pytest.mark.parametrize("peft", [True, False])
 def test_a_reward_that_fails_in_an_evaluation_restores_the_weights(make_trainer, state_of, identical, tmp_path, peft):
-    trainer = make_trainer(tmp_path, peft=peft, rewards=Failing(raises, at=4), eval_prompts=["red"], iterations=2)
+    settings = {"eval_prompts": ["red"], "iterations": 2, "sample_batch_size": 8}
+    trainer = make_trainer(tmp_path, peft=peft, rewards=Failing(raises, at=4), **settings)
     trainer.train()  # scores four times: before, twice in training, after
     before = state_of(trainer)
     with pytest.raises(RewardError, match="the judge is away"):

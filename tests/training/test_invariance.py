@@ -6,9 +6,17 @@ import torch
 from flowrl.rewards import RewardOutput
 
 
-def ranked(images, prompts):
-    """Rewards that no rounding of an image can move: 0, 1, 2, 3, 4, 0, ... in the order of the samples."""
-    return torch.arange(len(prompts)) % 5
+class Ranked:
+    """Rewards that no rounding of an image can move: 0, 1, 2, 3, 4, 0, ... in the order of a run's samples."""
+
+    name = "ranked"
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, images, prompts):
+        self.seen += len(prompts)
+        return torch.arange(self.seen - len(prompts), self.seen) % 5
 
 
 def assert_close_gradients(a, b, tolerance=2e-5):
@@ -33,7 +41,7 @@ def test_the_gradient_does_not_depend_on_memory_settings(make_trainer, step, tmp
             tmp_path,
             objective,
             peft,
-            rewards=ranked,
+            rewards=Ranked(),
             updates_per_iteration=1,
             micro_batch_size=micro,
             sample_batch_size=sample,
@@ -59,7 +67,7 @@ def test_weights_after_two_iterations_do_not_depend_on_memory_settings(make_trai
         trainer = make_trainer(
             tmp_path / name,
             objective,
-            rewards=ranked,
+            rewards=Ranked(),
             iterations=2,
             micro_batch_size=micro,
             sample_batch_size=sample,
@@ -81,9 +89,9 @@ def test_weights_after_two_iterations_do_not_depend_on_memory_settings(make_trai
 @pytest.mark.parametrize("objective", ["grpo", "nft"])
 @pytest.mark.parametrize("peft", [True, False])
 def test_gradient_checkpointing_gives_the_same_gradient(make_trainer, step, tmp_path, objective, peft):
-    settings = {"rewards": ranked, "max_grad_norm": 1e9}
-    plain = make_trainer(tmp_path / "a", objective, peft, **settings)
-    thrifty = make_trainer(tmp_path / "b", objective, peft, gradient_checkpointing=True, **settings)
+    settings = {"max_grad_norm": 1e9}
+    plain = make_trainer(tmp_path / "a", objective, peft, rewards=Ranked(), **settings)
+    thrifty = make_trainer(tmp_path / "b", objective, peft, rewards=Ranked(), gradient_checkpointing=True, **settings)
     assert thrifty.policy.module.is_gradient_checkpointing and not plain.policy.module.is_gradient_checkpointing
     recomputed = []
     block = thrifty.policy.module.transformer_blocks[0]
@@ -180,17 +188,18 @@ def test_advantages_sum_to_zero_in_every_group(make_trainer, tmp_path):
 # --------------------------------------------------------------------------------------------- invalid rows
 
 
-class PartlyInvalid:
-    """Marks the samples at `rows` as impossible to score."""
+class PartlyInvalid(Ranked):
+    """Marks the samples at `rows` of a run as impossible to score."""
 
     name = "partly"
 
     def __init__(self, rows):
+        super().__init__()
         self.rows = rows
 
     def __call__(self, images, prompts):
-        values = torch.arange(len(prompts)).float() % 5
-        valid = torch.tensor([i not in self.rows for i in range(len(prompts))])
+        values = super().__call__(images, prompts).float()
+        valid = torch.tensor([i not in self.rows for i in range(self.seen - len(prompts), self.seen)])
         return RewardOutput(values.masked_fill(~valid, torch.nan), valid)
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -181,19 +182,32 @@ def test_killed_between_checkpoints_in_the_other_kinds(tmp_path, sd3_folder, job
 
 
 class Interrupting:
-    """A reward during whose n-th call a signal arrives."""
+    """A reward during whose call in iteration `at` a signal arrives, `times` times."""
 
     name = "brightness"
 
     def __init__(self, at=None, number=signal.SIGINT, times=1):
-        self.at, self.number, self.times, self.calls = at, number, times, 0
+        self.at, self.number, self.times, self.trainer = at, number, times, None
 
     def __call__(self, images, prompts):
-        if self.calls == self.at:
+        if self.trainer is not None and self.trainer.iteration == self.at:
             for _ in range(self.times):
-                signal.raise_signal(self.number)
-        self.calls += 1
+                os.kill(os.getpid(), self.number)
+                self._handled()
         return images.flatten(1).mean(1)
+
+    def _handled(self):
+        """Signals that come at once are one signal: wait until the trainer, in the main thread, has seen it."""
+        end = time.monotonic() + 20
+        while not self.trainer._interrupted and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+def interrupted(make_trainer, folder, *args, at, number=signal.SIGINT, times=1, **settings):
+    """A trainer that is interrupted while it waits for the rewards of its iteration `at`."""
+    reward = Interrupting(at, number, times)
+    reward.trainer = make_trainer(folder, *args, rewards=reward, sample_batch_size=8, **settings)
+    return reward.trainer
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -202,16 +216,17 @@ def test_an_interrupt_ends_with_a_checkpoint_that_resumes_exactly(
     make_trainer, state_of, rows_of, identical, tmp_path, objective, number, capsys
 ):
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    whole = make_trainer(tmp_path / "a", objective, rewards=Interrupting(), iterations=4)
+    settings = {"iterations": 4, "sample_batch_size": 8}
+    whole = make_trainer(tmp_path / "a", objective, rewards=Interrupting(), **settings)
     whole.train()
-    first = make_trainer(tmp_path / "b", objective, rewards=Interrupting(1, number), iterations=4)
+    first = interrupted(make_trainer, tmp_path / "b", objective, at=1, number=number, iterations=4)
     summary = first.train()
     assert {s: signal.getsignal(s) for s in handlers} == handlers
     assert not summary["finished"] and summary["iterations"] == 2
     assert checkpoint.latest(tmp_path / "b" / "checkpoints").name == "iteration-000002"
     assert not (tmp_path / "b" / "final").exists()
     assert "resume='auto'" in capsys.readouterr().out
-    second = make_trainer(tmp_path / "b", objective, rewards=Interrupting(), iterations=4)
+    second = make_trainer(tmp_path / "b", objective, rewards=Interrupting(), **settings)
     assert second.train(resume="auto")["finished"]
     identical(state_of(whole), state_of(second))
     for x, y in zip(rows_of(whole), rows_of(second), strict=True):
@@ -220,7 +235,7 @@ def test_an_interrupt_ends_with_a_checkpoint_that_resumes_exactly(
 
 def test_a_second_interrupt_stops_at_once(make_trainer, tmp_path):
     handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    trainer = make_trainer(tmp_path / "a", rewards=Interrupting(1, times=2), save_every=1)
+    trainer = interrupted(make_trainer, tmp_path / "a", at=1, times=2, save_every=1)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert {s: signal.getsignal(s) for s in handlers} == handlers
@@ -229,9 +244,9 @@ def test_a_second_interrupt_stops_at_once(make_trainer, tmp_path):
 
 def test_an_interrupted_trainer_goes_on_when_told_to(make_trainer, state_of, identical, tmp_path):
     """The same object, in a notebook: interrupt, look, continue."""
-    whole = make_trainer(tmp_path / "a", rewards=Interrupting(), iterations=3)
+    whole = make_trainer(tmp_path / "a", rewards=Interrupting(), iterations=3, sample_batch_size=8)
     whole.train()
-    trainer = make_trainer(tmp_path / "b", rewards=Interrupting(0), iterations=3)
+    trainer = interrupted(make_trainer, tmp_path / "b", at=0, iterations=3)
     assert trainer.train()["iterations"] == 1
     assert trainer.train(resume="auto")["finished"]
     identical(state_of(whole), state_of(trainer))
