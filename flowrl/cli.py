@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowrl.training.recipe import Recipe
     from flowrl.training.trainer import Trainer
+
+
+_TWO_WORDS = (("eval", "geneval"), ("eval", "parity"))  # commands beside `flowrl eval RECIPE`
 
 
 class UsageError(Exception):
@@ -27,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done; 1 the run failed; 2 nothing was run: the command, the recipe or a file it names is wrong; 130 interrupted.
     """
     parser = _parser()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if tuple(argv[:2]) in _TWO_WORDS:
+        argv[:2] = [" ".join(argv[:2])]
     args, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments in one piece: key=value after an option is left over.
     if rest and (not hasattr(args, "overrides") or any(r.startswith("-") or "=" not in r for r in rest)):
@@ -56,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(run: Any, help: str, recipe: bool = True, as_json: bool = True) -> argparse.ArgumentParser:
-        name = run.__name__.removeprefix("_").replace("_", "-")
+        name = run.__name__.removeprefix("_").replace("_", " " if run.__name__.startswith("_eval_") else "-")
         sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
         sub.set_defaults(run=run)
         if recipe:
@@ -77,6 +84,40 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint", metavar="PATH", type=Path, help="a folder of checkpoints/, best/ or final/; default: the model"
     )
     sub.add_argument("--images-per-prompt", metavar="N", type=_positive, help="default: the recipe's")
+    sub = command(_eval_geneval, "score images on GenEval, from a folder or made first", recipe=False)
+    images = sub.add_mutually_exclusive_group(required=True)
+    images.add_argument("--images", metavar="DIR", type=Path, help="00000/metadata.jsonl and 00000/samples/*.png")
+    images.add_argument("--model", metavar="MODEL|RECIPE", help="make the images with it, in --output")
+    sub.add_argument("overrides", metavar="key=value", nargs="*", help="settings of the RECIPE")
+    sub.add_argument(
+        "--detector", metavar="NAME", default="mask2former", help="default mask2former; see docs/geneval.md"
+    )
+    sub.add_argument("--colors", metavar="NAME", help="default clip; hsv for yolov3-tiny, shapes for shapes")
+    sub.add_argument("--variant", choices=["official", "exact", "partial", "partial_flowgrpo"], default="official")
+    sub.add_argument("--output", metavar="DIR", type=Path, default=Path("runs/geneval"), help="default runs/geneval")
+    sub.add_argument("--device", metavar="NAME", help="such as cuda:1 or cpu; default: the accelerator")
+    sub.add_argument("--batch-size", metavar="N", type=_positive, default=4, help="default 4")
+    sub.add_argument("--skip-golden", action="store_true", help="score even if known images are judged wrongly")
+    making = sub.add_argument_group("with --model")
+    making.add_argument("--checkpoint", metavar="PATH", type=Path, help="its weights, as for `flowrl eval`")
+    making.add_argument("--prompts", metavar="NAME|FILE", help="default: the benchmark's 553")
+    making.add_argument("--limit", metavar="N", type=_positive, help="the first N prompts of each task")
+    making.add_argument("--images-per-prompt", metavar="N", type=_positive, help="default 4")
+    making.add_argument("--steps", metavar="N", type=_positive, help="default: the recipe's or the pipeline's")
+    making.add_argument("--guidance-scale", metavar="X", type=float, help="default: the recipe's or the pipeline's")
+    making.add_argument("--seed", metavar="N", type=int, help="default 42")
+    making.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="of a MODEL's weights")
+    sub = command(_eval_parity, "compare this GenEval with the original, level by level", recipe=False)
+    sub.add_argument("--original", metavar="CHECKOUT", type=Path, help="level 0: of GenEval or Flow-GRPO's server")
+    sub.add_argument("--cases", metavar="N", type=_positive, default=10_000, help="of level 0; default 10000")
+    sub.add_argument("--dump", metavar="DIR", type=Path, help="levels 1 to 3: what benchmarks/geneval_dump.py wrote")
+    sub.add_argument("--images", metavar="DIR", type=Path, help="level 2: the folder that was dumped")
+    sub.add_argument("--detector", metavar="NAME", help="level 2: mask2former@FOLDER")
+    sub.add_argument("--colors", metavar="NAME", help="level 3: such as clip")
+    sub.add_argument("--results", metavar="FILE", type=Path, nargs=2, help="level 4: images.jsonl and results.jsonl")
+    sub.add_argument("--level", metavar="N", type=int, choices=range(5), action="append", help="only these levels")
+    sub.add_argument("--device", metavar="NAME", default="cpu", help="default cpu")
+    sub.add_argument("--output", metavar="FILE", type=Path, default=Path("parity.json"), help="default parity.json")
     sub = command(_sample, "write a picture of a recipe's or a model's samples", as_json=False, recipe=False)
     sub.add_argument("recipe", metavar="RECIPE|MODEL", help="a recipe, a pipeline folder or a hub id")
     sub.add_argument("--prompt", metavar="TEXT", action="append", required=True, help="may be given several times")
@@ -102,6 +143,14 @@ def _parser() -> argparse.ArgumentParser:
     mode = sub.add_mutually_exclusive_group()
     mode.add_argument("--tune", action="store_true", help="search each method's settings first; runs then use them")
     mode.add_argument("--docs", metavar="PAGE", type=Path, help="run nothing: write the repository's results into PAGE")
+    sub = command(_score, "score a folder of images with any rewards", recipe=False)
+    sub.add_argument("folder", metavar="FOLDER", type=Path, help="images, and metadata.jsonl or GenEval's layout")
+    sub.add_argument("--rewards", metavar="A,B", type=_rewards, required=True, help="as in a recipe's `rewards`")
+    made_for = sub.add_mutually_exclusive_group()
+    made_for.add_argument("--prompts", metavar="FILE.jsonl", type=Path, help="a line per image: file_name, prompt, ...")
+    made_for.add_argument("--prompt", metavar="TEXT", help="one for all images")
+    sub.add_argument("--output", metavar="FILE", type=Path, help="write a .jsonl or .csv with a row per image")
+    sub.add_argument("--batch-size", metavar="N", type=_positive, default=16, help="default 16")
     sub = command(_serve_reward, "answer a reward's scores over HTTP, for RemoteReward", recipe=False, as_json=False)
     sub.add_argument("reward", metavar="NAME|module:function", help="as in a recipe's `rewards`")
     sub.add_argument("--host", metavar="HOST", default="127.0.0.1", help="default 127.0.0.1; 0.0.0.0 is everywhere")
@@ -121,6 +170,10 @@ def _positive(text: str) -> int:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _rewards(text: str) -> list[str]:
+    return [name.strip() for name in re.split(r",(?!\s*https?://)", text) if name.strip()]  # replicas stay together
 
 
 def _seeds(text: str) -> list[int]:
@@ -173,6 +226,8 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    if ("eval", args.recipe) in _TWO_WORDS:
+        raise UsageError(f"options come after the name: flowrl eval {args.recipe} ...")
     _, trainer = _trainer(args, args.checkpoint)
     with _usage():
         if trainer.eval_prompts is None:
@@ -191,6 +246,89 @@ def _eval(args: argparse.Namespace) -> int:
     return 0
 
 
+def _eval_geneval(args: argparse.Namespace) -> int:
+    from flowrl.evaluation import generation, geneval
+
+    with _usage():
+        state = geneval.processes()
+    device = args.device or str(state.device)
+    folder = args.images or args.output / "images"
+    source = args.prompts or geneval.DEFAULT_PROMPTS.get(args.detector, "geneval")
+
+    def work(classes: Sequence[str]) -> list[Any]:
+        if args.images:
+            return geneval.read_folder(folder, classes)
+        return generation.read_prompts(source, classes, args.limit)
+
+    with _stdout_for_json(args):
+        with _usage():
+            _check_making(args)
+            # What is cheap to refuse is refused before weights are read; a detector of the user's brings its classes.
+            known = geneval.classes_of(args.detector)
+            samples = work(known) if known else []
+            judge = geneval.Judge(args.detector, args.colors, args.variant)
+            samples = samples or work(judge.detector.classes)
+            golden = "skipped by --skip-golden" if args.skip_golden else geneval.golden_check(judge, device)
+            if args.model:
+                draw, settings = _image_source(args, device)
+                generation.begin(folder, samples, settings)
+        if args.model:
+            generation.generate(draw, samples, folder, settings["images_per_prompt"], args.batch_size)
+            samples = geneval.read_folder(folder, judge.detector.classes)
+        records = geneval.evaluate(folder, samples, judge, args.output, batch_size=args.batch_size, device=device)
+    if not state.is_main_process:
+        return 0
+    result = geneval.summary(records, judge, golden)
+    geneval.write_summary(args.output, folder, result, records)
+    if args.json:
+        _print_json(result)
+        return 0
+    print(f"\n{_table(geneval.task_rows(result))}\n")
+    print(f"images correct   {result['images_correct']:.1%}\nprompts correct  {result['prompts_correct']:.1%}")
+    if rows := geneval.mistakes(result["confusions"]):
+        print(f"\n{_table(rows)}")
+    print("", f"golden set: {golden}", *result["notes"], sep="\n")
+    print("", *(args.output / name for name in ("images.jsonl", "summary.json", "failures.html")), sep="\n")
+    return 0
+
+
+def _eval_parity(args: argparse.Namespace) -> int:
+    from flowrl.evaluation import parity
+    from flowrl.rewards.geneval_parts import load_colors, load_detector
+
+    levels = {  # what it needs, and what it runs
+        0: (("original",), lambda: parity.logic(args.original, args.cases)),
+        1: (("dump",), lambda: parity.post_processing(args.dump)),
+        2: (
+            ("dump", "images", "detector"),
+            lambda: parity.weights(args.dump, args.images, load_detector(args.detector), args.device),
+        ),
+        3: (("dump", "colors"), lambda: parity.colors(args.dump, load_colors(args.colors), args.device)),
+        4: (("results",), lambda: parity.end_to_end(*args.results)),
+    }
+    missing = {n: [f"--{name}" for name in needs if not getattr(args, name)] for n, (needs, _) in levels.items()}
+    chosen = sorted(set(args.level)) if args.level else [n for n in levels if not missing[n]]
+    with _usage():
+        for n in chosen:
+            if missing[n]:
+                raise ValueError(f"level {n} needs {' and '.join(missing[n])}")
+        if not chosen:
+            raise ValueError("nothing to compare: give --original, --dump or --results")
+        results = {n: levels[n][1]() for n in chosen}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if args.json:
+        _print_json(results)
+    else:
+        for n, result in results.items():
+            facts = {k: v for k, v in result.items() if not isinstance(v, list)}
+            print(f"level {n}: {'passed' if facts.pop('passed') else 'FAILED'}  {facts}")
+        if 4 in results:
+            print(f"\n{_table([{k: v for k, v in row.items() if k != 'interval'} for row in results[4]['tasks']])}")
+        print(f"\n{args.output}")
+    return 0 if all(result["passed"] for result in results.values()) else 1
+
+
 def _sample(args: argparse.Namespace) -> int:
     import torch
     from accelerate import PartialState
@@ -198,35 +336,17 @@ def _sample(args: argparse.Namespace) -> int:
 
     from flowrl import recipes
     from flowrl.rollout import Prompt
-    from flowrl.training.recipe import (
-        ModelConfig,
-        build_trainer,
-        evaluation_sampler,
-        is_model,
-        load_policy,
-        load_recipe,
-        resolved,
-        stock_sampler,
-    )
-    from flowrl.training.trainer import EVALUATION, image_grid
+    from flowrl.training.recipe import ModelConfig, is_model, load_policy, stock_sampler
+    from flowrl.training.tracking import image_grid
+    from flowrl.training.trainer import EVALUATION
 
     with _usage():
-        training = args.checkpoint is not None and _is_training_checkpoint(args.checkpoint)
-        weights = "policy"
         if not recipes.is_recipe(args.recipe) and is_model(args.recipe):
-            if training:
-                raise ValueError(f"{args.checkpoint} is a training checkpoint: give the recipe it was made with")
-            policy = load_policy(ModelConfig.of(args.recipe), None, args.checkpoint)
+            _refuse_training_checkpoint(args.checkpoint)
+            policy, weights = load_policy(ModelConfig.of(args.recipe), None, args.checkpoint), "policy"
             sampler = stock_sampler(policy.pipe)
         else:
-            recipe = load_recipe(args.recipe)
-            if training:
-                trainer = build_trainer(recipe)
-                trainer.load_checkpoint(args.checkpoint)
-                policy, weights = trainer.policy, "ema" if "ema" in trainer.copies else "policy"
-            else:
-                policy = load_policy(recipe.model, recipe.lora, args.checkpoint)
-            sampler = resolved(evaluation_sampler(recipe), policy.pipe.scheduler.config)
+            policy, sampler, weights = _recipe_policy(args.recipe, [], args.checkpoint)
     policy.pipe.to(PartialState().device)
     prompts = [Prompt(i, text) for i, text in enumerate(args.prompt) for _ in range(args.count)]
     members = list(range(args.count)) * len(args.prompt)
@@ -328,6 +448,26 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _score(args: argparse.Namespace) -> int:
+    from flowrl.evaluation import score
+
+    with _usage():
+        if args.output is not None and args.output.suffix not in (".jsonl", ".csv"):
+            raise ValueError(f"--output must be a .jsonl or .csv file, not {args.output}")
+        images = score.read_folder(args.folder, args.prompts, args.prompt)
+        rewards = score.rewards_for(args.rewards, images)
+    rows = score.score_images(images, rewards, args.output, batch_size=args.batch_size)
+    found = score.summary(rows, rewards)
+    if args.json:
+        _print_json({"images": len(rows), "rewards": found, "output": args.output and str(args.output)})
+    else:
+        print(_table(found))
+    reasons = [row["reason"] for row in rows if row["reason"]]
+    if reasons:
+        print(f"{len(reasons)} of {len(rows)} images were not scored by all, such as: {reasons[0]}", file=sys.stderr)
+    return 1 if any(row["images"] == 0 for row in found) else 0
+
+
 def _serve_reward(args: argparse.Namespace) -> int:
     from flowrl.rewards.server import Limits, RewardServer
 
@@ -356,6 +496,61 @@ def _trainer(args: argparse.Namespace, checkpoint: Path | None = None) -> tuple[
         if training:
             trainer.load_checkpoint(checkpoint)
     return recipe, trainer
+
+
+def _recipe_policy(name: str, overrides: Sequence[str], checkpoint: Path | None) -> tuple[Any, Any, Any]:
+    """A recipe's policy with a checkpoint's weights, its evaluation sampler, and the weights to evaluate."""
+    from flowrl.training.recipe import build_trainer, evaluation_sampler, load_policy, load_recipe, resolved
+
+    recipe, weights = load_recipe(name, overrides), "policy"
+    if checkpoint is not None and _is_training_checkpoint(checkpoint):
+        trainer = build_trainer(recipe)
+        trainer.load_checkpoint(checkpoint)
+        policy, weights = trainer.policy, "ema" if "ema" in trainer.copies else "policy"
+    else:
+        policy = load_policy(recipe.model, recipe.lora, checkpoint)
+    return policy, resolved(evaluation_sampler(recipe), policy.pipe.scheduler.config), weights
+
+
+def _refuse_training_checkpoint(checkpoint: Path | None) -> None:
+    if checkpoint is not None and _is_training_checkpoint(checkpoint):
+        raise ValueError(f"{checkpoint} is a training checkpoint: give the recipe it was made with")
+
+
+def _check_making(args: argparse.Namespace) -> None:
+    """Options of `flowrl eval geneval` that go with images made first."""
+    names = ("checkpoint", "prompts", "limit", "images_per_prompt", "steps", "guidance_scale", "seed", "dtype")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None] + args.overrides
+    if args.images and given:
+        raise ValueError(f"{', '.join(given)}: only with --model, as images of a folder are there already")
+
+
+def _image_source(args: argparse.Namespace, device: Any) -> tuple[Any, dict[str, Any]]:
+    """What draws images for `flowrl eval geneval`, and the settings they depend on."""
+    from flowrl import recipes
+    from flowrl.evaluation import generation, geneval
+    from flowrl.training.recipe import is_model
+
+    seed = 42 if args.seed is None else args.seed
+    if not recipes.is_recipe(args.model) and is_model(args.model):
+        if args.overrides:
+            raise ValueError(f"{args.overrides[0]} is a recipe's setting, and {args.model} is a model")
+        _refuse_training_checkpoint(args.checkpoint)
+        pipe, options = generation.load_model(args.model, args.checkpoint, args.dtype)
+        draw = generation.from_pipeline(pipe.to(device), seed, args.steps, args.guidance_scale, **options)
+    else:
+        if args.dtype:
+            raise ValueError(f"--dtype is for a MODEL: write model.dtype={args.dtype} after the recipe")
+        policy, sampler, weights = _recipe_policy(args.model, args.overrides, args.checkpoint)
+        changed = {"steps": args.steps, "guidance_scale": args.guidance_scale}
+        sampler = sampler.with_(**{k: v for k, v in changed.items() if v is not None})
+        policy.pipe.to(device)
+        draw = generation.from_policy(policy, sampler, seed, weights)
+    named = {k: getattr(args, k) for k in ("model", "overrides", "steps", "guidance_scale", "dtype")}
+    checkpoint = args.checkpoint and str(args.checkpoint)
+    files = geneval.stamp(args.checkpoint or args.model)
+    count = args.images_per_prompt or 4
+    return draw, {**named, "checkpoint": checkpoint, "files": files, "seed": seed, "images_per_prompt": count}
 
 
 def _is_training_checkpoint(path: Path) -> bool:

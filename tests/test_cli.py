@@ -34,6 +34,7 @@ def model(tmp_path_factory):
     """A pipeline of the miniature's shape with random weights."""
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
+    from flowrl.miniature.pretrain import text_encoder
     from flowrl.miniature.shapes import pretrain
 
     torch.manual_seed(0)
@@ -42,9 +43,9 @@ def model(tmp_path_factory):
         transformer=pretrain.transformer(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.5),
         vae=pretrain.autoencoder(),
-        text_encoder=pretrain.text_encoder(vocabulary),
+        text_encoder=text_encoder(vocabulary),
         tokenizer=vocabulary,
-        text_encoder_2=pretrain.text_encoder(vocabulary),
+        text_encoder_2=text_encoder(vocabulary),
         tokenizer_2=vocabulary,
         text_encoder_3=None,
         tokenizer_3=None,

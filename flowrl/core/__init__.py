@@ -28,7 +28,7 @@ from .grouping import (
     refine_groups,
     zero_spread_share,
 )
-from .presets import PRESETS, Preset
+from .presets import PRESETS, Preset, with_gdpo
 from .registry import HOOKS, lookup, register
 from .rewards_shape import bt_fit, vote
 
@@ -70,5 +70,6 @@ __all__ = [
     "suffix_sum",
     "uncertainty",
     "vote",
+    "with_gdpo",
     "zero_spread_share",
 ]

@@ -65,6 +65,21 @@ def beta_baseline(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: An
     return gnorm(x - x.new_tensor(value), everyone, ddof=0, eps=cfg.eps, valid=batch.valid_rows)
 
 
+@register("advantage", "gdpo", first=True, ddof=1, eps=1e-6)
+def gdpo(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
+    """Every reward on its own: S = sum_k w_k z(r_k), z inside the group; A = S / (std of S in the batch + eps).
+
+    r is `batch.extra["rewards"]` [B,R], the rewards before they were summed, and w `batch.extra["reward_weights"]`, R
+    numbers; without them the reward itself, [B] or [B,R], with weights 1. A reward's unit and offset do not matter.
+    Whitened over samples, not over units as in the released code, where long samples count more.
+    Source: GDPO, arXiv 2601.05242.
+    """
+    rewards = batch.extra.get("rewards", x).to(x).reshape(len(x), -1)
+    weights = rewards.new_tensor(batch.extra.get("reward_weights", [1.0] * rewards.shape[1]))
+    gid, valid = batch.group_id, batch.valid_rows
+    return combine_channels(rewards, weights, "norm_sum_whiten", gid, valid, cfg.ddof, cfg.eps)
+
+
 @register("advantage", "clip", first=False, adv_clip_max=5.0)
 def clip(x: Tensor, reward: Tensor, batch: Batch, state: State, cfg: Any) -> Tensor:
     """A clamped to [-adv_clip_max, adv_clip_max]."""
@@ -108,7 +123,8 @@ def combine_channels(
     if mode == "norm_then_sum":
         return z_k @ w
     if mode == "norm_sum_whiten":
-        return gnorm(z_k @ w, torch.zeros_like(gid), ddof=ddof, eps=eps, valid=valid)
+        total = z_k @ w  # its mean over the batch is 0; subtracting what rounding left would move groups without spread
+        return total / (group_std(total, torch.zeros_like(gid), valid, ddof) + eps)
     if mode == "std_weighted":
         std = group_std(x, gid, valid, ddof) * w
         total = std.sum(1, keepdim=True)

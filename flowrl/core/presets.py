@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -56,6 +56,7 @@ PRESETS: dict[str, Preset] = {
             surrogate="reinforce",
             aggregate="seq_sum_const",  # a sample is one action: its log-probs are summed
         ),
+        Preset(name="gdpo", paper="2601.05242", formula_status="verified", advantage=("gdpo",)),
         Preset(
             name="flow_grpo",
             paper="2505.05470",
@@ -103,3 +104,8 @@ PRESETS: dict[str, Preset] = {
         ),
     )
 }
+
+
+def with_gdpo(preset: Preset) -> Preset:
+    """The preset with GDPO's advantage as its estimator; what follows the estimator stays."""
+    return replace(preset, advantage=("gdpo", *preset.advantage[1:]))

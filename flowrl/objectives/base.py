@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from torch import Tensor
 
@@ -13,6 +13,14 @@ from flowrl.core import AdvOut, Batch
 from flowrl.policy import Policy, Weights
 from flowrl.rollout import Prompt, Rollout
 from flowrl.samplers.flow import FlowSampler
+
+Combine = Literal["sum", "gdpo"]
+
+
+def check_combine(combine: str) -> None:
+    """Raise ValueError unless it is a `Combine`, a way from several rewards to one advantage."""
+    if combine not in get_args(Combine):
+        raise ValueError(f"unknown combine {combine!r}: one of {', '.join(get_args(Combine))}")
 
 
 class Copies(Protocol):
@@ -87,8 +95,9 @@ class Objective(ABC):
         """Advantages `[B, U]` of the full batch, gathered over ranks.
 
         Called once per rollout, on every rank with the same batch: an objective that keeps statistics updates them
-        here. With `"log_prob"` required, `batch.extra` has the sampler's `unit_table`, and in `transition` [B] ids that
-        are equal for samples with the same stochastic steps and noise.
+        here. `batch.extra` has in `rewards` [B, R] the rewards that `batch.reward` is the weighted sum of, and in
+        `reward_weights` their weights. With `"log_prob"` required it has the sampler's `unit_table`, and in
+        `transition` [B] ids that are equal for samples with the same stochastic steps and noise.
         """
 
     @abstractmethod

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flowrl import noise
-from flowrl.core import AdvOut, Algorithm, Batch
-from flowrl.objectives.base import Copies, Micro, Objective
+from flowrl.core import PRESETS, AdvOut, Algorithm, Batch, with_gdpo
+from flowrl.objectives.base import Combine, Copies, Micro, Objective, check_combine
 from flowrl.policy import Policy, Weights
 from flowrl.rollout import Rollout
 from flowrl.samplers.flow import FlowSampler
@@ -112,6 +112,7 @@ class DiffusionNFT(Objective):
         form, adaptive: see `nft_loss`.
         old_schedule: 0 on-policy, 1 default, 2 slow (see `DECAY`).
         timestep_fraction: share of the grid's times used.
+        combine: how several rewards become one advantage, "sum" or "gdpo"; see `TrajectoryObjective`.
     """
 
     nft_beta: float = 1.0
@@ -123,6 +124,7 @@ class DiffusionNFT(Objective):
     adaptive: bool = True
     old_schedule: Literal[0, 1, 2] = 1
     timestep_fraction: float = 0.99
+    combine: Combine = "sum"
     behaviour: Weights = field(default="old", init=False)
     algorithm: Algorithm = field(init=False, repr=False, compare=False)
 
@@ -139,8 +141,10 @@ class DiffusionNFT(Objective):
             raise ValueError(f"z_mult must be positive or None, not {self.z_mult}")
         if not 0 < self.timestep_fraction <= 1:
             raise ValueError(f"timestep_fraction must lie in (0, 1], not {self.timestep_fraction}")
+        check_combine(self.combine)
         # The same advantage as Flow-GRPO's: group mean, std over all rewards of the iteration.
-        self.algorithm = Algorithm("flow_grpo", adv_clip_max=self.adv_clip_max, beta=0.0)
+        preset = with_gdpo(PRESETS["flow_grpo"]) if self.combine == "gdpo" else PRESETS["flow_grpo"]
+        self.algorithm = Algorithm(preset, adv_clip_max=self.adv_clip_max, beta=0.0)
 
     @property
     def requires(self) -> frozenset[str]:

@@ -27,7 +27,7 @@ class EGRPO(TrajectoryObjective):
         adv_clip_max: bound of the advantage.
         kl: weight of the KL to the reference; E-GRPO has none.
         kl_form: see `transition_kl`.
-        allocation, rho, m_min, m_max: see `TrajectoryObjective`; branches need "fixed".
+        combine, allocation, rho, m_min, m_max: see `TrajectoryObjective`; branches need "fixed".
 
     Raises:
         ValueError: a value out of range; on `check`, a plan whose samples do not part from a shared trajectory.

@@ -41,7 +41,7 @@ class FlowDPPO(TrajectoryObjective):
             a step of the mean along the update raises D. See `core.corrections.divergence_mask`.
         kl: weight beta of the KL to the reference; 0 skips the reference pass (1e-3 published for FLUX.2).
         kl_form: see `transition_kl`; the paper's is exact.
-        allocation, rho, m_min, m_max: see `TrajectoryObjective`.
+        combine, allocation, rho, m_min, m_max: see `TrajectoryObjective`.
 
     Raises:
         ValueError: a value out of range; on `check`, the rule "predicted" without Gaussian log-probabilities.

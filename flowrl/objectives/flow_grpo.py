@@ -20,10 +20,10 @@ class FlowGRPO(TrajectoryObjective):
     Args:
         clip_range: c, half-width of the ratio clip; for log-probs averaged over latent elements (1e-4 published).
         adv_clip_max: bound of the advantage.
-        global_std: std over all rewards of the iteration (True) or over the group.
+        global_std: std over all rewards of the iteration (True) or over the group; `combine="gdpo"` has its own.
         kl: weight beta of the KL to the reference; 0 skips the reference pass (.04 published for GenEval and OCR).
         kl_form: see `transition_kl`.
-        allocation, rho, m_min, m_max: see `TrajectoryObjective`.
+        combine, allocation, rho, m_min, m_max: see `TrajectoryObjective`.
     """
 
     clip_range: float = 1e-4
@@ -34,11 +34,12 @@ class FlowGRPO(TrajectoryObjective):
         super().__post_init__()
         if self.clip_range <= 0 or self.adv_clip_max <= 0:
             raise ValueError("clip_range and adv_clip_max must be positive")
+        estimator = {} if self.combine == "gdpo" else {"global_std": self.global_std}
         self.algorithm = self.build(
             "flow_grpo",
             clip_lo=self.clip_range,
             clip_hi=self.clip_range,
             beta=self.kl,
             adv_clip_max=self.adv_clip_max,
-            global_std=self.global_std,
+            **estimator,
         )

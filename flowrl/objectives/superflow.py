@@ -38,7 +38,7 @@ class SuperFlow(TrajectoryObjective):
         adv_clip_max: bound of A, before u, as in Flow-GRPO.
         kl: weight of the KL to the reference; 0 skips the reference pass.
         kl_form: see `transition_kl`.
-        allocation, rho, m_min, m_max: see `TrajectoryObjective`.
+        combine, allocation, rho, m_min, m_max: see `TrajectoryObjective`.
 
     Raises:
         ValueError: a value out of range; on `check`, groups of any size with a plan of branches; on the first batch,
@@ -57,6 +57,8 @@ class SuperFlow(TrajectoryObjective):
             raise ValueError(f"unknown baseline {self.baseline!r}: one of {', '.join(get_args(Baseline))}")
         if self.clip_range <= 0 or self.adv_clip_max <= 0:
             raise ValueError("clip_range and adv_clip_max must be positive")
+        if self.combine == "gdpo" and self.baseline == "beta_tracker":
+            raise ValueError("combine='gdpo' is an advantage of its own and takes no baseline: take baseline='group'")
         preset = PRESETS["superflow"]
         if self.baseline == "group":
             preset = replace(preset, advantage=PRESETS["flow_grpo"].advantage)

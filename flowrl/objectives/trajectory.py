@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from flowrl.core import PRESETS, AdvOut, Algorithm, Batch, Preset, beta_update
-from flowrl.objectives.base import Copies, Micro, Objective
+from flowrl.core import PRESETS, AdvOut, Algorithm, Batch, Preset, beta_update, with_gdpo
+from flowrl.objectives.base import Combine, Copies, Micro, Objective, check_combine
 from flowrl.policy import Policy, Transition
 from flowrl.rollout import Prompt, Rollout
 from flowrl.samplers.flow import CPS, FlowSampler
@@ -49,6 +49,10 @@ class TrajectoryObjective(Objective):
     Args:
         kl: weight beta of the KL to the reference; 0 skips the reference pass.
         kl_form: see `transition_kl`.
+        combine: how several rewards become one advantage. "sum": the method's own, of the weighted sum. "gdpo": every
+            reward is normalised in its group, then they are summed by weight and standardised over the iteration
+            (GDPO, arXiv 2601.05242), so that a reward's scale does not matter; it takes the place of the method's
+            estimator.
         allocation: "fixed", every prompt of an iteration gets the same number of samples; or "variance", the same
             total goes where a tracker of each prompt's rewards is most uncertain, for rewards in [0, 1]
             (`core.allocation`; from SuperFlow, DERIVED, not verified).
@@ -58,6 +62,7 @@ class TrajectoryObjective(Objective):
 
     kl: float = 0.0
     kl_form: KLForm = "flow_grpo"
+    combine: Combine = "sum"
     allocation: Allocation = "fixed"
     rho: float = 0.9
     m_min: int = 4
@@ -69,6 +74,7 @@ class TrajectoryObjective(Objective):
             raise ValueError(f"kl must not be negative, got {self.kl}")
         if self.kl_form not in get_args(KLForm):
             raise ValueError(f"unknown kl_form {self.kl_form!r}: one of {', '.join(get_args(KLForm))}")
+        check_combine(self.combine)
         if self.allocation not in get_args(Allocation):
             raise ValueError(f"unknown allocation {self.allocation!r}: one of {', '.join(get_args(Allocation))}")
         if not 0 < self.rho <= 1:
@@ -79,6 +85,8 @@ class TrajectoryObjective(Objective):
     def build(self, preset: str | Preset, **cfg: Any) -> Algorithm:
         """The algorithm of `preset` with the settings `cfg` and this objective's allocation."""
         preset = PRESETS[preset] if isinstance(preset, str) else preset
+        if self.combine == "gdpo":
+            preset = with_gdpo(preset)
         if self.allocation == "variance":
             cfg |= {"m_min": self.m_min, "m_max": self.m_max}
         if self.tracks:

@@ -9,7 +9,7 @@ import json
 import math
 import numbers
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +26,20 @@ Reward: TypeAlias = Callable[..., Any]
 `images`: float [N, 3, H, W] in [0, 1] (a plain list of N items for generators of text); `prompts`: N strings;
 `columns`: the prompt metadata, each a list of N, passed by name to the parameters the signature declares
 (all of them to `**kwargs`). The two first arguments are passed by position.
-An attribute `differentiable = True` promises a gradient from the values to the pixels.
-A method `known_pair() -> (images, prompts, columns)` gives a good sample and a bad one for `RewardSet.self_test`.
+
+What else a reward may say of itself, as attributes:
+    differentiable = True   promises a gradient from the values to the pixels.
+    groupwise = True        compares the samples of a prompt: it needs whole groups in one call and gets `group_id`,
+                            N integers, equal for the samples of one prompt. A parameter of that name says the same.
+    remote = True           waits for a server: a function that is not async is then called in a thread of its own.
+    range = (low, high)     bounds of its values; one outside is an error.
+    fingerprint = "..."     which weights or version it runs, for a resumed run to recognise.
+    check_prompts(texts)    raises ValueError when it cannot score a prompt, before training starts.
+    known_pair()            -> (images, prompts, columns): a good sample and a bad one, for `RewardSet.self_test`.
 """
 Spec: TypeAlias = "str | Reward | Mapping[str | Reward, float] | list[Spec] | tuple[Spec, ...]"
 R = TypeVar("R", bound=Callable[..., Any])
+GROUP = "group_id"
 
 
 @dataclass
@@ -61,6 +70,12 @@ class Scores:
     parts: dict[str, Tensor]
     valid: Tensor
     details: dict[str, dict[str, Tensor | list]]
+
+    def output(self) -> RewardOutput:
+        """The total as one reward's output; its details are the parts and, where a part gave some, the reasons."""
+        reasons = [found["reason"] for found in self.details.values() if "reason" in found]
+        said = ["; ".join(str(text) for text in texts if text) for texts in zip(*reasons, strict=True)]
+        return RewardOutput(self.total, self.valid, self.parts | ({"reason": said} if reasons else {}))
 
 
 class RewardError(RuntimeError):
@@ -140,6 +155,16 @@ _REGISTRY: dict[str, Callable[..., Any]] = {}
 _HOMES = {
     "shapes": "flowrl.miniature.shapes.reward",
     "shapes_official": "flowrl.miniature.shapes.reward",
+    "glyphs": "flowrl.miniature.glyphs.reward",
+    "glyphs_exact": "flowrl.miniature.glyphs.reward",
+}
+_AT_URL = {  # rewards behind a server, named KIND@URL
+    "remote": "flowrl.rewards.remote:RemoteReward",
+    "qwenvl_judge": "flowrl.rewards.vlm_rubric:QwenVLJudge",
+    "soft_tifa": "flowrl.rewards.vlm_judge:SoftTIFA",
+    "unified_reward": "flowrl.rewards.vlm_rubric:UnifiedReward",
+    "unified_reward_2": "flowrl.rewards.vlm_rubric:UnifiedReward2",
+    "vqascore": "flowrl.rewards.vlm_judge:VQAScore",
 }
 
 
@@ -163,7 +188,7 @@ def names() -> list[str]:
 
 
 def resolve(reward: str | Reward) -> Reward:
-    """The callable behind a registered name, `remote@URL[,URL...]`, a `module:attribute` path or a callable.
+    """The callable behind a registered name, a server's `KIND@URL`, a `module:attribute` path or a callable.
 
     A class is instantiated without arguments. Raises ValueError on an unknown name (with the nearest known
     ones) or path, TypeError on something not callable.
@@ -173,10 +198,9 @@ def resolve(reward: str | Reward) -> Reward:
         importlib.import_module(_HOMES[reward])
     if isinstance(reward, str) and reward in _REGISTRY:
         found = _REGISTRY[reward]
-    elif isinstance(reward, str) and reward.startswith("remote@"):
-        from flowrl.rewards.remote import RemoteReward
-
-        found = RemoteReward(reward.removeprefix("remote@"))
+    elif isinstance(reward, str) and "@" in reward and (kind := reward.partition("@"))[0] in _AT_URL:
+        module, _, attribute = _AT_URL[kind[0]].partition(":")
+        found = getattr(importlib.import_module(module), attribute)(kind[2])
     elif isinstance(reward, str) and ":" in reward:
         module, _, attribute = reward.partition(":")
         try:
@@ -184,7 +208,7 @@ def resolve(reward: str | Reward) -> Reward:
         except (ImportError, AttributeError) as error:
             raise ValueError(f"cannot load reward {reward!r}: {error}") from error
     elif isinstance(reward, str):
-        close = difflib.get_close_matches(reward, names(), n=3)
+        close = difflib.get_close_matches(reward, [*names(), *(f"{kind}@URL" for kind in _AT_URL)], n=3)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(names())}."
         raise ValueError(f"unknown reward {reward!r}; {hint} Your own function is given as 'module:function'.")
     if inspect.isclass(found):
@@ -243,8 +267,30 @@ def _is_async(reward: Reward) -> bool:
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
+def _in_thread(reward: Reward) -> Reward:
+    """A blocking reward as an async one."""
+
+    def call(*args, **columns):
+        with torch.no_grad():  # grad mode is per thread
+            return reward(*args, **columns)
+
+    return functools.partial(asyncio.to_thread, call)
+
+
+def _range(name: str, declared: Any) -> tuple[float, float] | None:
+    if declared is None:
+        return None
+    try:
+        low, high = (float(bound) for bound in declared)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not low < high:
+        raise ValueError(f"reward {name!r}: range must be (low, high) with low < high, got {declared!r}")
+    return low, high
+
+
 class _Named:
-    """A reward with its name, weight and the columns its signature takes."""
+    """A reward with its name, weight, the columns its signature takes, and what it says of itself."""
 
     def __init__(self, name: str, call: Reward, weight: float):
         if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight):
@@ -262,9 +308,29 @@ class _Named:
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.accepted = {p.name for p in columns}
         self.required = {p.name for p in columns if p.default is p.empty}
+        self.groupwise = GROUP in self.accepted or bool(getattr(call, "groupwise", False))
+        if self.groupwise and not (self.takes_all or GROUP in self.accepted):
+            raise TypeError(
+                f"reward {name!r} says it is groupwise: it must have a parameter {GROUP!r} to know the groups"
+            )
+        self.required |= {GROUP} if self.groupwise else set()
+        self.range = _range(name, getattr(call, "range", None))
+        remote = bool(getattr(call, "remote", False))
+        if remote and getattr(call, "differentiable", False):
+            raise TypeError(f"reward {name!r} says it is remote and differentiable: no gradient comes from a server")
+        self.waits = remote or _is_async(call)
+        self.ask = _in_thread(call) if remote and not _is_async(call) else call
 
     def select(self, columns: Mapping[str, Sequence]) -> dict[str, Sequence]:
-        return {k: v for k, v in columns.items() if self.takes_all or k in self.accepted}
+        wanted = self.accepted | (set(columns) - {GROUP} if self.takes_all else set())
+        wanted |= {GROUP} if self.groupwise else set()
+        return {k: v for k, v in columns.items() if k in wanted}
+
+    def outside(self, values: Tensor) -> list[int]:
+        """Rows whose value is outside the declared range; what rounding adds to a bound is forgiven."""
+        low, high = self.range or (-math.inf, math.inf)
+        slack_low, slack_high = (1e-5 * max(abs(bound), 1.0) for bound in (low, high))
+        return torch.nonzero((values < low - slack_low) | (values > high + slack_high)).flatten().tolist()
 
 
 def _values(raw: Any, n: int) -> Tensor:
@@ -291,8 +357,8 @@ def _values(raw: Any, n: int) -> Tensor:
     return raw.to("cpu", torch.float32)
 
 
-def _checked(raw: Any, n: int) -> tuple[Tensor, Tensor, dict[str, Tensor | list]]:
-    """What a reward returned as values [n] (NaN where invalid), valid [n], details; raises ValueError."""
+def _checked(raw: Any, n: int) -> RewardOutput:
+    """What a reward returned, with values NaN where invalid, and `valid` given; raises ValueError."""
     out = raw if isinstance(raw, RewardOutput) else RewardOutput(raw)
     values, valid = _values(out.values, n), torch.ones(n, dtype=torch.bool)
     if out.valid is not None:
@@ -302,7 +368,7 @@ def _checked(raw: Any, n: int) -> tuple[Tensor, Tensor, dict[str, Tensor | list]
     for key, column in out.details.items():
         if len(column) != n:
             raise ValueError(f"details[{key!r}] has {len(column)} entries for {n} images; give one per image")
-    return values.masked_fill(~valid, torch.nan), valid, dict(out.details)
+    return RewardOutput(values.masked_fill(~valid, torch.nan), valid, dict(out.details))
 
 
 class RewardSet:
@@ -323,6 +389,8 @@ class RewardSet:
         self._add(rewards)
         if not self.rewards:
             raise ValueError("no reward given")
+        self.range = self._bounds()
+        """Bounds of the total, (low, high), or None when a reward with a weight declares none."""
 
     def _add(self, rewards: Spec, weight: float = 1.0) -> None:
         if isinstance(rewards, Mapping):
@@ -350,23 +418,66 @@ class RewardSet:
         """Whether every reward with a weight promises a gradient to the pixels."""
         return all(getattr(r.call, "differentiable", False) for r in self.rewards if r.weight)
 
-    def check_columns(self, available: Iterable[str]) -> None:
+    @property
+    def groupwise(self) -> bool:
+        """Whether some reward compares the samples of a group: all of a group must then be scored in one call."""
+        return any(reward.groupwise for reward in self.rewards)
+
+    def _bounds(self) -> tuple[float, float] | None:
+        bounds = [(r.weight, r.range) for r in self.rewards if r.weight]
+        known = [sorted(weight * bound for bound in found) for weight, found in bounds if found is not None]
+        if len(known) < len(bounds):
+            return None
+        return sum(low for low, _ in known), sum(high for _, high in known)
+
+    @property
+    def identity(self) -> dict[str, float]:
+        """What a resumed run must share: the weights by fingerprint, or by name where a reward has no fingerprint."""
+        same: dict[str, float] = {}
+        for reward in self.rewards:
+            own = getattr(reward.call, "fingerprint", None)
+            key = f"{_name(reward.call)} {own}" if isinstance(own, str) and own else reward.name
+            same[key] = same.get(key, 0.0) + reward.weight
+        return same
+
+    def check_range(self, low: float, high: float, who: str) -> None:
+        """Raise ValueError when the total's declared range is not inside [low, high], which `who` needs."""
+        if self.range is not None and not (low <= self.range[0] and self.range[1] <= high):
+            raise ValueError(
+                f"{who} needs rewards in [{low:g}, {high:g}], and these lie in [{self.range[0]:g}, {self.range[1]:g}]: "
+                "map them with weights or `scaled`"
+            )
+
+    def check_columns(self, available: Iterable[str], supplied: Iterable[str] = ()) -> None:
         """Check, before any image is made, that the prompts carry what the rewards need.
 
-        Raises ValueError naming the reward and the missing column, or a column that hides `images` or
-        `prompts`.
+        available: the prompts' columns. supplied: what the caller adds to them, such as `group_id`.
+        Raises ValueError naming the reward and the missing column, or a column that hides what rewards receive under
+        its name.
         """
-        available = set(available)
-        if clash := available & {"images", "prompts"}:
+        available, supplied = set(available), set(supplied)
+        if clash := available & {"images", "prompts", *supplied}:
             raise ValueError(f"prompt columns {sorted(clash)} hide the reward arguments of that name; rename them")
+        available |= supplied
         for reward in self.rewards:
-            if missing := reward.required - available:
+            if GROUP in (missing := reward.required - available):
+                raise ValueError(
+                    f"reward {reward.name!r} compares the samples of a group and needs the column {GROUP!r}, which "
+                    "training supplies. Evaluation judges images one by one: give other eval_rewards"
+                )
+            if missing:
                 raise ValueError(
                     f"reward {reward.name!r} needs the prompt columns {sorted(missing)}, the prompts have "
                     f"{sorted(available)}; add them to the metadata or give the parameter a default"
                 )
             if inner := getattr(reward.call, "check_columns", None):
                 inner(available)
+
+    def check_prompts(self, texts: Sequence[str]) -> None:
+        """Let rewards that cannot score every prompt refuse these (ValueError) before any image is made."""
+        for reward in self.rewards:
+            if check := getattr(reward.call, "check_prompts", None):
+                check(texts)
 
     def self_test(self, device: torch.device | str = "cpu") -> dict[str, tuple[float, float]]:
         """Score each reward's known pair; rewards without one are left out, derived ones test their sources.
@@ -380,7 +491,7 @@ class RewardSet:
             elif pair := getattr(reward.call, "known_pair", None):
                 images, prompts, columns = pair()
                 images = images.to(device) if isinstance(images, Tensor) else images
-                good, bad = _inner([reward.call]).score(images, prompts, columns).total.detach().tolist()
+                good, bad = RewardSet([reward.call], 1.0).score(images, prompts, columns).total.detach().tolist()
                 if not good > bad:
                     message = f"self-test failed: {good:.4g} for a good sample, {bad:.4g} for a bad one"
                     remedy = "its weights, architecture or preprocessing are not the ones it was made for"
@@ -389,8 +500,7 @@ class RewardSet:
         return report
 
     def __call__(self, images, prompts: Sequence[str], **columns: Sequence) -> RewardOutput:
-        scores = self.score(images, prompts, columns)
-        return RewardOutput(scores.total, scores.valid, {**scores.parts})
+        return self.score(images, prompts, columns).output()
 
     def score(self, images, prompts: Sequence[str], columns: Mapping[str, Sequence] | None = None) -> Scores:
         """Score N samples with every reward; asynchronous ones run while synchronous ones compute.
@@ -401,19 +511,33 @@ class RewardSet:
         than N numbers, returns NaN or inf as valid, or leaves more than `max_invalid_share` of the rows
         invalid.
         """
-        columns, n = dict(columns or {}), len(prompts)
-        self._check_input(images, prompts, columns)
+        columns = dict(columns or {})
+        return self.judge(next(self.start(images, prompts, columns)), images, prompts, columns)
+
+    def start(
+        self, images, prompts: Sequence[str], columns: Mapping[str, Sequence], rows: slice | None = None
+    ) -> Generator[dict[str, RewardOutput]]:
+        """The first half of `score`, for consecutive rows or all: rewards that wait set off, the others compute.
+
+        `next` of what comes back waits for the answers, name -> that reward's for the rows; until then the caller may
+        do something else. `close()` gives them up. Errors count the rows of the whole batch.
+        """
+        answers = self._answers(images, prompts, columns, rows)
+        next(answers)
+        return answers
+
+    def judge(
+        self, answers: Mapping[str, RewardOutput], images, prompts: Sequence[str], columns: Mapping[str, Sequence]
+    ) -> Scores:
+        """The second half of `score`: the sum of all rows' answers, and whether they can be trained on."""
+        n = len(prompts)
         fail = functools.partial(RewardError, images=images, prompts=prompts, columns=columns)
-        parts: dict[str, Tensor] = {}
-        details: dict[str, dict[str, Tensor | list]] = {}
+        parts = {name: answer.values for name, answer in answers.items()}
+        details = {name: answer.details for name, answer in answers.items()}
         valid = torch.ones(n, dtype=torch.bool)
         total = torch.zeros(n)
-        for reward, raw in self._call(images, prompts, columns, fail):
-            name = reward.name
-            try:
-                parts[name], scored, details[name] = _checked(raw, n)
-            except (ValueError, TypeError) as error:
-                raise fail(f"{error}.", name) from error
+        for reward in self.rewards:
+            name, scored = reward.name, torch.as_tensor(answers[reward.name].valid)
             if bad := torch.nonzero(scored & ~torch.isfinite(parts[name])).flatten().tolist():
                 shown = [parts[name][row].item() for row in bad[:8]]
                 raise fail(
@@ -421,6 +545,11 @@ class RewardSet:
                     "RewardOutput with valid=False for samples that cannot be scored.",
                     name,
                     rows=bad,
+                )
+            if bad := reward.outside(parts[name]):
+                shown = [parts[name][row].item() for row in bad[:8]]
+                raise fail(
+                    f"returned {shown} for rows {bad[:8]}, outside its declared range {reward.range}.", name, rows=bad
                 )
             valid &= scored
             if reward.weight:
@@ -446,29 +575,30 @@ class RewardSet:
             if isinstance(column, str) or len(column) != n:
                 raise ValueError(f"column {key!r} must be a list of {n} entries, one per prompt")
         self.check_columns(columns)
-        if isinstance(images, Tensor):
-            finite = torch.isfinite(images).reshape(n, -1).all(1)
-            if images.ndim == 4 and not finite.all():
-                rows = torch.nonzero(~finite).flatten().tolist()
-                message = f"images {rows[:8]} hold NaN or inf; the generator diverged or overflowed"
-                raise RewardError(message, "(input)", images, prompts, columns, rows)
-            _check_images(images)
 
-    def _call(self, images, prompts, columns, fail) -> list[tuple[_Named, Any]]:
-        """Every reward's raw answer, in the order of the rewards."""
-        answers: dict[str, Any] = {}
+    def _answers(self, images, prompts, columns, rows) -> Generator[Any]:
+        """Nothing, when all rewards have been called; then every reward's checked answer, in their order."""
+        self._check_input(images, prompts, columns)
+        numbers = range(len(prompts)) if rows is None else range(len(prompts))[rows]
+        fail = functools.partial(RewardError, images=images, prompts=prompts, columns=columns, rows=numbers)
+        if rows is not None:
+            images, prompts = images[rows], prompts[rows]
+            columns = {key: column[rows] for key, column in columns.items()}
+        _check_pixels(images, numbers, fail)
+        raw: dict[str, Any] = {}
         running: dict[str, Future] = {}
         try:
-            # Known coroutine functions first: their servers work while we compute.
-            for reward in sorted(self.rewards, key=lambda reward: not _is_async(reward.call)):
+            # Those known to wait first: their servers work while we compute.
+            for reward in sorted(self.rewards, key=lambda reward: not reward.waits):
                 name = reward.name
-                answer = reward.call(images, prompts, **reward.select(columns))
+                answer = reward.ask(images, prompts, **reward.select(columns))
                 if inspect.isawaitable(answer):
                     running[name] = _submit(answer)
                 else:
-                    answers[name] = answer
+                    raw[name] = answer
+            yield
             for name, future in running.items():
-                answers[name] = future.result()
+                raw[name] = future.result()
         except RewardError:  # of an inner set, which has said it all
             raise
         except Exception as error:
@@ -478,68 +608,21 @@ class RewardSet:
         finally:
             for future in running.values():
                 future.cancel()  # no effect on those that are done
-        return [(reward, answers[reward.name]) for reward in self.rewards]
+        answers: dict[str, RewardOutput] = {}
+        for reward in self.rewards:
+            try:
+                answers[reward.name] = _checked(raw[reward.name], len(prompts))
+            except (ValueError, TypeError) as error:
+                raise fail(f"{error}.", reward.name) from error
+        yield answers
 
 
-# ---------------------------------------------------------------------------------------- combinators
-
-
-class _Derived:
-    """A reward computed from other sets; it needs the columns they need."""
-
-    def __init__(self, name: str, sources: Sequence[RewardSet], compute: Reward, differentiable: bool = False):
-        self.name, self.sources, self.compute = name, sources, compute
-        self.differentiable = differentiable
-
-    def check_columns(self, available: Iterable[str]) -> None:
-        for source in self.sources:
-            source.check_columns(available)
-
-    def self_test(self, device: torch.device | str = "cpu") -> dict[str, tuple[float, float]]:
-        return {name: pair for source in self.sources for name, pair in source.self_test(device).items()}
-
-    def __call__(self, images, prompts: Sequence[str], **columns: Sequence) -> RewardOutput:
-        return self.compute(images, prompts, columns)
-
-
-def _inner(rewards: Spec) -> RewardSet:
-    return RewardSet(rewards, max_invalid_share=1.0)  # the outermost set judges the share
-
-
-def scaled(rewards: Spec, scale: float, offset: float = 0.0) -> Reward:
-    """The reward scale * r + offset, for published scalings such as (s - 18) / 8; details hold the raw
-    parts."""
-    source = _inner(rewards)
-
-    def compute(images, prompts, columns):
-        out = source(images, prompts, **columns)
-        return RewardOutput(scale * out.values + offset, out.valid, out.details)
-
-    return _Derived("_".join(["scaled", *source.weights]), [source], compute, source.differentiable)
-
-
-def gate(condition: Spec, rewards: Spec, otherwise: float = 0.0) -> Reward:
-    """The reward r where condition > 0, else `otherwise`: a format gate, or a veto over a whole weighted sum.
-
-    The condition is scored first and `rewards` only sees the samples that pass, so an expensive reward is not
-    spent on the others. A row whose condition is invalid is invalid. details["passed"]: [N] bool.
-    """
-    when, source = _inner(condition), _inner(rewards)
-
-    def take(items, rows):
-        return items[rows] if isinstance(items, Tensor) else [items[row] for row in rows]
-
-    def compute(images, prompts, columns):
-        gates = when.score(images, prompts, columns)
-        valid, passed = gates.valid.clone(), gates.total > 0  # NaN does not pass
-        values = torch.full_like(gates.total, otherwise).masked_fill(~valid, torch.nan)
-        details: dict[str, Tensor | list] = {"passed": passed}
-        if rows := torch.nonzero(passed).flatten().tolist():
-            kept = {key: take(column, rows) for key, column in columns.items()}
-            scores = source.score(take(images, rows), take(prompts, rows), kept)
-            values[rows], valid[rows] = scores.total, scores.valid
-            for name, part in scores.parts.items():
-                details[name] = torch.full_like(values, torch.nan).index_copy(0, torch.tensor(rows), part)
-        return RewardOutput(values, valid, details)
-
-    return _Derived("_".join(["gated", *source.weights]), [when, source], compute)
+def _check_pixels(images, numbers: range, fail) -> None:
+    """Raises on non-finite pixels or another range; `numbers` are the images' rows in the batch."""
+    if not isinstance(images, Tensor):
+        return
+    finite = torch.isfinite(images).reshape(len(images), -1).all(1)
+    if images.ndim == 4 and not finite.all():
+        bad = [numbers[row] for row in torch.nonzero(~finite).flatten().tolist()]
+        raise fail(f"images {bad[:8]} hold NaN or inf; the generator diverged or overflowed", "(input)", rows=bad)
+    _check_images(images)

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards.base import quantise, register, scaled
+from flowrl.rewards.base import quantise, register
+from flowrl.rewards.combinators import scaled
 from flowrl.rewards.towers import Tower, load, locate, read
 
 

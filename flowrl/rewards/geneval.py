@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.rewards.base import RewardOutput, quantise
+from flowrl.rewards.base import RewardOutput, quantise, register
 
 # The 80 COCO things in COCO order under the benchmark's names: map a detector's output by index, never by
 # name.
@@ -462,24 +462,30 @@ class HSVColors:
 class GenEvalReward:
     """GenEval as a reward: detect, name colours, `score`.
 
-    detector, color_classifier: the parts above. variant, clamp_min: as in `score`. Called with the prompt
+    detector, color_classifier: the parts above, or their names for `geneval_parts.load_detector` and
+    `load_colors`, which read their weights at once. variant, clamp_min: as in `score`. Called with the prompt
     columns tag, include and, where prompts have it, exclude. Returns values [N] with details "correct" (the
     official decision, what to report), "exact" and "reason". Pixels are rounded to 8 bits first, so that a
     folder of PNGs gets the same scores.
     Raises ValueError on an unknown variant, on bad metadata and on a detector that returns the wrong number
-    of lists.
+    of lists; and, for names, as the two loaders do.
     """
 
     def __init__(
         self,
-        detector: Detector,
-        color_classifier: ColorClassifier,
+        detector: Detector | str,
+        color_classifier: ColorClassifier | str,
         variant: Variant = "partial",
         clamp_min: float | None = None,
     ):
+        from flowrl.rewards import geneval_parts as parts
+
         if variant not in get_args(Variant):
             raise ValueError(f"variant must be one of {', '.join(get_args(Variant))}, got {variant!r}")
-        self.detector, self.color_classifier = detector, color_classifier
+        self.detector = parts.load_detector(detector) if isinstance(detector, str) else detector
+        self.color_classifier = (
+            parts.load_colors(color_classifier) if isinstance(color_classifier, str) else color_classifier
+        )
         self.variant, self.clamp_min = variant, clamp_min
         # A partial score must not be read as GenEval.
         self.name = "geneval" if variant == "official" else f"geneval_{variant}"
@@ -511,3 +517,17 @@ class GenEvalReward:
                 "reason": [verdict.reason for verdict in verdicts],
             },
         )
+
+
+def _with_released_parts(variant: Variant) -> type[GenEvalReward]:
+    class ReleasedGenEval(GenEvalReward):
+        def __init__(self):  # weights are read when the reward is used, not when it is registered
+            super().__init__("mask2former", "clip", variant)
+
+    return ReleasedGenEval
+
+
+register("geneval")(_with_released_parts("partial"))
+register("geneval@official")(_with_released_parts("official"))
+register("geneval@exact")(_with_released_parts("exact"))
+register("geneval@flowgrpo")(_with_released_parts("partial_flowgrpo"))

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from flowrl.rewards.base import register, to_pil
@@ -32,3 +33,17 @@ def jpeg_incompressibility(images: Tensor, prompts: Sequence[str]) -> list[float
     """Reward large files: +kB / 500, the exact opposite of `jpeg_compressibility` (DDPO itself uses plain
     kB)."""
     return [size / 500 for size in _kilobytes(images)]
+
+
+def _flat_and_noise() -> tuple[Tensor, list[str], dict[str, list]]:
+    noise = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    return torch.cat([torch.full_like(noise, 0.5), noise]), ["", ""], {}
+
+
+def _noise_and_flat() -> tuple[Tensor, list[str], dict[str, list]]:
+    images, prompts, columns = _flat_and_noise()
+    return images.flip(0), prompts, columns
+
+
+jpeg_compressibility.known_pair = _flat_and_noise  # ty: ignore
+jpeg_incompressibility.known_pair = _noise_and_flat  # ty: ignore

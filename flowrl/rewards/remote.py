@@ -30,12 +30,13 @@ class FingerprintError(RuntimeError):
     """Servers of one reward do not run the same reward, or it changed during the run."""
 
 
-class _Failed(Exception):
-    """passing: it may work later. after: seconds the server wants to be left alone."""
+class Failed(Exception):
+    """A request without a usable answer. passing: it may work later. after: seconds the server wants to be left alone.
+    status: of HTTP, 0 when there is none."""
 
-    def __init__(self, reason: str, passing: bool, after: float = 0.0):
+    def __init__(self, reason: str, passing: bool, after: float = 0.0, status: int = 0):
         super().__init__(reason)
-        self.passing, self.after = passing, after
+        self.passing, self.after, self.status = passing, after, status
 
 
 @dataclass(eq=False)
@@ -77,8 +78,7 @@ class RemoteReward:
         if not urls or len(set(urls)) < len(urls):
             raise ValueError(f"a remote reward needs distinct URLs, got {urls}")
         for url in urls:
-            parts = urlsplit(url)  # its port raises ValueError when out of range
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            if not is_url(url):
                 raise ValueError(f"a remote reward needs URLs such as http://host:8000, got {url!r}")
         if not (deadline > 0 and hedge_after > 0 and batch_size >= 1):
             raise ValueError("deadline, hedge_after and batch_size of a remote reward must be above 0")
@@ -153,7 +153,7 @@ class RemoteReward:
                     part = {key: list(column[rows]) for key, column in columns.items()}
                     body = await asyncio.to_thread(_body, pixels[rows], prompts[rows], part)
                     answer = await self._ask(client, body, count, end)
-            except _Failed as error:
+            except Failed as error:
                 reasons[rows] = [str(error)] * count
                 return
             values[rows], reasons[rows] = answer.values, answer.details.pop("reason")
@@ -166,12 +166,12 @@ class RemoteReward:
             try:
                 await asyncio.gather(*tasks)
             finally:
-                await _cancel(tasks)
+                await cancel(tasks)
         valid = values.isfinite()
         return RewardOutput(values, valid, details if valid.all() else details | {"reason": reasons})
 
     async def _ask(self, client: Any, body: bytes, count: int, end: float) -> RewardOutput:
-        """One request's answer, with retries; raises `_Failed` when the deadline or the servers say so."""
+        """One request's answer, with retries; raises `Failed` when the deadline or the servers say so."""
         candidates, pause, last = list(self.replicas), 0.25, "none came"
         while (now := time.monotonic()) < end:
             # Least busy first; equals in random order, or one of them would get every first request.
@@ -182,18 +182,18 @@ class RemoteReward:
             candidates = [r for r in candidates if r not in failures or failures[r].passing]
             last = "; ".join(str(failure) for failure in failures.values()) or last
             if not candidates:
-                raise _Failed(last, passing=False)
+                raise Failed(last, passing=False)
             pause = max(pause, *(failure.after for failure in failures.values()), 0.0)
             await asyncio.sleep(min(pause * (1 + self._random.random() / 2), max(end - time.monotonic(), 0.0)))
             pause = min(2 * pause, 8.0)
-        raise _Failed(f"no answer in {self.deadline:g} s; last: {last}", passing=False)
+        raise Failed(f"no answer in {self.deadline:g} s; last: {last}", passing=False)
 
     async def _hedged(
         self, client: Any, order: list[_Replica], body: bytes, count: int, end: float
-    ) -> RewardOutput | dict[_Replica, _Failed]:
+    ) -> RewardOutput | dict[_Replica, Failed]:
         """The first answer of some replicas, each asked when the one before failed or was slow; or their failures."""
         running: dict[asyncio.Task, _Replica] = {}
-        failures: dict[_Replica, _Failed] = {}
+        failures: dict[_Replica, Failed] = {}
         waiting = iter(order)
         more: _Replica | None = next(waiting)
         try:
@@ -213,48 +213,64 @@ class RemoteReward:
                     replica = running.pop(task)
                     try:
                         answer = task.result()
-                    except _Failed as failure:
+                    except Failed as failure:
                         failures[replica] = failure
                         replica.avoid_until = time.monotonic() + max(AVOID_SECONDS, failure.after)
                     else:
                         replica.avoid_until = 0.0
                         return answer
         finally:
-            await _cancel(running)
+            await cancel(running)
         return failures
 
     async def _post(self, client: Any, replica: _Replica, body: bytes, count: int, end: float) -> RewardOutput:
-        import httpx
-
-        left = max(end - time.monotonic(), 0.001)
-        timeout, raw = httpx.Timeout(left, connect=min(left, 5.0)), bytearray()
         replica.in_flight += 1
         try:
-            async with client.stream("POST", f"{replica.url}/score", content=body, timeout=timeout) as response:
-                async for chunk in response.aiter_raw():
-                    raw += chunk
-                    if len(raw) > MAX_ANSWER:
-                        raise _Failed(f"{replica.url} sent more than {MAX_ANSWER} bytes", passing=False)
-        except httpx.HTTPError as error:
-            raise _Failed(f"{replica.url}: {type(error).__name__} {error}".strip(), passing=True) from error
+            answer = await fetch(client, replica.url, "/score", max(end - time.monotonic(), 0.001), body)
         finally:
             replica.in_flight -= 1
-        answer = _json(bytes(raw))
-        if response.status_code != 200:
-            said = str(answer.get("error") if isinstance(answer, dict) else answer)[:500]
-            after = response.headers.get("Retry-After", "")
-            passing = response.status_code in PASSING
-            seconds = min(float(after), 60.0) if after.isascii() and after.isdecimal() else 0.0
-            raise _Failed(f"{replica.url}: HTTP {response.status_code}, {said}", passing, seconds)
         try:
             output = _output(answer, count)
         except ValueError as error:
-            raise _Failed(f"{replica.url}: {error}", passing=False) from error
+            raise Failed(f"{replica.url}: {error}", passing=False) from error
         self._same(answer["fingerprint"], replica.url)
         return output
 
 
-async def _cancel(tasks: Iterable[asyncio.Task]) -> None:
+def is_url(url: str) -> bool:
+    """Whether `url` is http or https with a host; raises ValueError when its port is out of range."""
+    parts = urlsplit(url)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+
+
+async def fetch(client: Any, url: str, path: str, patience: float, body: bytes | None = None) -> Any:
+    """The JSON a server answers with status 200 to a POST of `body`, or to a GET; a text that says so if it is none.
+
+    client: httpx.AsyncClient. patience: seconds between two signs of life. Raises `Failed`.
+    """
+    import httpx
+
+    timeout, raw = httpx.Timeout(patience, connect=min(patience, 5.0)), bytearray()
+    method = "GET" if body is None else "POST"
+    try:
+        async with client.stream(method, url + path, content=body, timeout=timeout) as response:
+            async for chunk in response.aiter_raw():
+                raw += chunk
+                if len(raw) > MAX_ANSWER:
+                    raise Failed(f"{url} sent more than {MAX_ANSWER} bytes", passing=False)
+    except httpx.HTTPError as error:
+        raise Failed(f"{url}: {type(error).__name__} {error}".strip(), passing=True) from error
+    answer, status = _json(bytes(raw)), response.status_code
+    if status != 200:
+        said = str(answer.get("error") or answer if isinstance(answer, dict) else answer)[:500]
+        after = response.headers.get("Retry-After", "")
+        seconds = min(float(after), 60.0) if after.isascii() and after.isdecimal() else 0.0
+        raise Failed(f"{url}: HTTP {status}, {said}", status in PASSING, seconds, status)
+    return answer
+
+
+async def cancel(tasks: Iterable[asyncio.Task]) -> None:
+    """End tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -267,12 +283,15 @@ def _json(raw: bytes) -> Any:
         return f"not JSON: {raw[:100]!r}"
 
 
+def png(image: Image.Image) -> str:
+    """base64 of the image as a PNG."""
+    file = io.BytesIO()
+    image.save(file, format="PNG", compress_level=1)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def _body(pixels: np.ndarray, prompts: Sequence[str], columns: dict[str, list]) -> bytes:
-    images = []
-    for image in pixels:
-        file = io.BytesIO()
-        Image.fromarray(image).save(file, format="PNG", compress_level=1)
-        images.append(base64.b64encode(file.getvalue()).decode())
+    images = [png(Image.fromarray(image)) for image in pixels]
     return json.dumps({"images": images, "prompts": list(prompts), "columns": columns}).encode()
 
 

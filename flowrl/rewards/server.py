@@ -98,6 +98,10 @@ class RewardServer:
     def __init__(self, reward: str | Reward, host="127.0.0.1", port=8000, token: str | None = None, limits=None):
         self.rewards = RewardSet(reward, max_invalid_share=1.0)  # the client judges the share
         self.limits, self.token, self.stopping = limits or Limits(), token, False
+        if self.rewards.groupwise:
+            raise ValueError(
+                f"{reward!r} compares the samples of a group, and a request holds parts of groups: run it locally"
+            )
         (named,) = self.rewards.rewards
         self.description = {
             "reward": named.name,

@@ -186,3 +186,23 @@ def test_combine_channels_refuses_what_it_does_not_know():
         combine_channels(torch.zeros(4, 2), torch.ones(2), "mean", ONE)
     with pytest.raises(ValueError, match="weights"):
         combine_channels(torch.zeros(4, 2), torch.ones(3), "norm_then_sum", ONE)
+
+
+def test_gdpo_link_is_the_text_specs_and_reads_the_rewards_not_their_sum():
+    rewards = torch.stack([tensor(1, 1, 0, 0), tensor(1, 0, 0, 0)], 1)
+    gid = torch.zeros(4, dtype=torch.int64)
+
+    def out(rewards, weights=(1.0, 1.0), valid=None):
+        extra = {"rewards": rewards, "reward_weights": weights}
+        rows, total = len(rewards), torch.full((len(rewards),), 7.0, dtype=torch.float64)
+        batch = Batch(mask=torch.ones(rows, 2), reward=total, group_id=gid[:rows], valid=valid, extra=extra)
+        return Algorithm("gdpo").advantages(batch).adv[:, 0]
+
+    torch.testing.assert_close(out(rewards), tensor(1.3321, 0.2061, -0.7691, -0.7691), atol=1e-4, rtol=0)
+    torch.testing.assert_close(out(rewards * 100 - 3), out(rewards), atol=1e-5, rtol=0)
+    ranks = out(rewards, (1.0, 0.0))  # a weight of 0 logs only
+    torch.testing.assert_close(ranks, tensor(1, 1, -1, -1) * 0.75**0.5, atol=1e-5, rtol=0)
+    valid = torch.tensor([True, True, True, False])
+    torch.testing.assert_close(out(torch.where(valid[:, None], rewards, torch.nan), valid=valid)[:3], out(rewards[:3]))
+    alone = Algorithm("gdpo").advantages(Batch(mask=torch.ones(4, 2), reward=rewards, group_id=gid))
+    torch.testing.assert_close(alone.adv[:, 0], out(rewards))

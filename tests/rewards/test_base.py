@@ -463,36 +463,142 @@ def test_a_set_inside_an_async_reward_is_refused_instead_of_hanging(images):
         RewardSet(nested).score(images, PROMPTS)
 
 
-# combinators
+# what a reward says of itself
 
 
-def test_scaled(images):
-    scores = RewardSet({scaled(slow_index, 0.5, -1): 2.0}).score(images, PROMPTS)
-    assert scores.total.tolist() == [-2.0, -1.0, 0.0, 1.0]
-    assert scores.details["scaled_slow_index"]["slow_index"].tolist() == [0.0, 1.0, 2.0, 3.0]
+def bounded(low, high, *values):
+    def bounded(images, prompts):
+        return list(values)
+
+    bounded.range = (low, high)
+    return bounded
 
 
-def test_gate_spends_the_inner_reward_only_where_open(images):
-    seen = []
+def test_a_value_outside_the_declared_range_stops_the_step(images):
+    fine = bounded(0, 1, 0.0, 1.0, 1.000001, -1e-6)  # what rounding adds is forgiven
+    assert RewardSet(fine).score(images, PROMPTS).valid.all()
+    with pytest.raises(
+        RewardError, match=r"returned \[-0.5, 2.0\] for rows \[1, 3\], outside .* \(0.0, 1.0\)"
+    ) as caught:
+        RewardSet([ones, bounded(0, 1, 0.0, -0.5, 1.0, 2.0)]).score(images, PROMPTS)
+    assert caught.value.rows == [1, 3]
+    assert RewardSet(bounded(0, float("inf"), 0, 1, 2, 1e9)).score(images, PROMPTS).valid.all()
+    out = RewardOutput(torch.tensor([9.0, 1, 1, 1]), torch.tensor([False, True, True, True]))
 
-    def expensive(images, prompts, tag):
-        seen.append((len(images), list(prompts), tag))
-        return [float(t) for t in tag]
+    def invalid_beyond(images, prompts):
+        return out  # an invalid row's number is nobody's value
 
-    columns = {"tag": [5, 6, 7, 8]}
-    reward = gate(lambda i, p: [True, False, True, False], {expensive: 10.0}, otherwise=-1.0)
-    scores = RewardSet(reward).score(images, PROMPTS, columns)
-    assert scores.total.tolist() == [50.0, -1.0, 70.0, -1.0]
-    assert seen == [(2, ["prompt 0", "prompt 2"], [5, 7])]
-    details = scores.details["gated_expensive"]
-    assert details["passed"].tolist() == [True, False, True, False]
-    assert details["expensive"].isnan().tolist() == [False, True, False, True]
+    invalid_beyond.range = (0, 1)
+    assert RewardSet(invalid_beyond).score(images, PROMPTS).valid.tolist() == [False, True, True, True]
 
 
-def test_gate_vetoes_whatever_the_weights_and_keeps_validity(images):
-    huge = {ones: 1e6, brightness: 1e6}
-    assert RewardSet(gate(lambda i, p: [0] * len(p), huge, -5.0)).score(images, PROMPTS).total.tolist() == [-5.0] * N
-    scores = RewardSet(gate(invalid_rows(3), invalid_rows(0))).score(images, PROMPTS)
-    # row 0 is shut; row 1 is the first that passes, which the inner reward cannot score; row 3: no condition
-    assert scores.valid.tolist() == [True, False, True, False]
-    assert scores.total.nan_to_num(-9).tolist() == [0.0, -9.0, 1.0, -9.0]
+@pytest.mark.parametrize("bad", [(1, 0), (0, 0), 1.0, (0, 1, 2), "ab", (0, float("nan")), (0, None)])
+def test_bad_range(bad):
+    reward = bounded(0, 1)
+    reward.range = bad
+    with pytest.raises(ValueError, match="'bounded': range must be"):
+        RewardSet(reward)
+
+
+def test_the_range_of_a_sum():
+    one, minus = bounded(0, 1), bounded(-1, 3)
+    assert RewardSet({one: 2.0, minus: -1.0, ones: 0.0}).range == (-3.0, 3.0)
+    assert RewardSet([one, ones]).range is None
+    assert RewardSet({RewardSet({one: 2.0}): 0.5}).range == (0.0, 1.0)
+    rewards = RewardSet({minus: 0.25})
+    rewards.check_range(-0.25, 1, "who")
+    with pytest.raises(ValueError, match=r"who needs rewards in \[0, 1\], and these lie in \[-0.25, 0.75\]"):
+        rewards.check_range(0, 1, "who")
+    RewardSet(ones).check_range(0, 1, "who")  # nothing declared, nothing known
+
+
+def test_groupwise_rewards_get_the_groups_and_others_do_not(images):
+    seen = {}
+
+    def by_name(images, prompts, group_id):
+        seen["by_name"] = group_id
+        return [0.0] * len(prompts)
+
+    class ByAttribute:
+        groupwise = True
+
+        def __call__(self, images, prompts, **columns):
+            seen["by_attribute"] = columns
+            return [0.0] * len(prompts)
+
+    def pointwise(images, prompts, **columns):
+        seen["pointwise"] = columns
+        return [0.0] * len(prompts)
+
+    rewards = RewardSet([by_name, ByAttribute(), pointwise])
+    assert rewards.groupwise and not RewardSet(pointwise).groupwise
+    assert RewardSet(RewardSet(by_name)).groupwise  # a set says it too
+    columns = {"tag": ["a", "b", "c", "d"], "group_id": [7, 7, 9, 9]}
+    rewards.score(images, PROMPTS, columns)
+    assert seen["by_name"] == [7, 7, 9, 9] and seen["by_attribute"] == columns
+    assert seen["pointwise"] == {"tag": columns["tag"]}
+    with pytest.raises(ValueError, match=r"'by_name' compares the samples of a group .*'group_id', which training"):
+        rewards.check_columns(["tag"])
+    rewards.check_columns(["tag"], supplied=["group_id"])
+    with pytest.raises(ValueError, match=r"\['group_id'\] hide"):
+        rewards.check_columns(["tag", "group_id"], supplied=["group_id"])
+
+    def deaf(images, prompts): ...
+
+    deaf.groupwise = True
+    with pytest.raises(TypeError, match="'deaf' says it is groupwise: it must have a parameter 'group_id'"):
+        RewardSet(deaf)
+
+
+def test_a_blocking_remote_reward_waits_beside_the_others(images):
+    asked, computed = threading.Event(), threading.Event()
+
+    class Server:
+        remote = True
+        name = "server"
+
+        def __call__(self, images, prompts, tag):
+            asked.set()
+            assert computed.wait(10) and not torch.is_grad_enabled()
+            return [float(t) for t in tag]
+
+        def known_pair(self):
+            computed.set()
+            return torch.zeros(2, 3, 4, 4), ["", ""], {"tag": [1, 0]}
+
+    def local(images, prompts):
+        assert asked.wait(10)
+        computed.set()
+        return [1.0] * len(prompts)
+
+    scores = RewardSet([local, Server()]).score(images, PROMPTS, {"tag": [1, 2, 3, 4]})
+    assert scores.total.tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert RewardSet(Server()).self_test() == {"server": (1.0, 0.0)}
+    with pytest.raises(ValueError, match="'server' needs the prompt columns"):
+        RewardSet(Server()).check_columns([])
+    Server.differentiable = True
+    with pytest.raises(TypeError, match="'server' says it is remote and differentiable"):
+        RewardSet(Server())
+
+
+def test_identity_is_the_fingerprint_where_there_is_one():
+    class Model:
+        name, fingerprint = "model", "rev1"
+
+        def __call__(self, images, prompts): ...
+
+    class NotYet(Model):
+        name, fingerprint = "server", None  # it has not answered yet
+
+    assert RewardSet({ones: 1.0, Model(): 0.5, NotYet(): 2.0}).identity == {
+        "ones": 1.0,
+        "model rev1": 0.5,
+        "server": 2.0,
+    }
+    assert RewardSet([Model(), Model()]).identity == {"model rev1": 2.0}
+
+
+def test_reasons_come_through_nested_sets(images):
+    rewards = RewardSet(RewardSet([invalid_rows(1), invalid_rows(1, 2, reason="no network"), ones], 1.0), 0.0)
+    with pytest.raises(RewardError, match=r"Reasons: timeout; no network; no network\. "):
+        rewards.score(images, PROMPTS)

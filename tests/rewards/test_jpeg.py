@@ -21,3 +21,9 @@ def test_flat_images_compress_better_and_the_two_are_opposite():
     assert jpeg_incompressibility(images, ["", ""]) == [-flat, -noisy]
     scores = RewardSet({"jpeg_compressibility": 1.0, "jpeg_incompressibility": 1.0}).score(images, ["", ""])
     assert scores.total.tolist() == [0.0, 0.0]
+
+
+def test_self_tests():
+    report = RewardSet(["jpeg_compressibility", "jpeg_incompressibility"]).self_test()
+    (flat, noise), (large, small) = report.values()
+    assert flat > noise and (large, small) == (-noise, -flat)
