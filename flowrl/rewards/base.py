@@ -1,6 +1,5 @@
 """What a reward is, how rewards are named, combined and checked."""
 
-import asyncio
 import difflib
 import functools
 import importlib
@@ -8,7 +7,6 @@ import inspect
 import json
 import math
 import numbers
-import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,6 +17,8 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+
+from flowrl.rewards.calling import after, in_thread, is_async, submit
 
 Reward: TypeAlias = Callable[..., Any]
 """`reward(images, prompts, **columns) -> list[float] | Tensor | RewardOutput`, or an awaitable of one.
@@ -233,48 +233,13 @@ def _name(reward: str | Reward) -> str:
     return name
 
 
+def _known(call: Reward, name: str) -> str:
+    """What a run knows a reward by: its fingerprint, or else the name."""
+    own = getattr(call, "fingerprint", None)
+    return f"{_name(call)} {own}" if isinstance(own, str) and own else name
+
+
 # ---------------------------------------------------------------------------------------- calling
-
-
-@functools.cache
-def _event_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    """One loop for all asynchronous rewards: it works beside a loop of the caller's, and HTTP clients that
-    belong to a loop survive from step to step."""
-    loop = asyncio.new_event_loop()
-
-    def serve() -> None:
-        with torch.no_grad():  # grad mode is per thread
-            loop.run_forever()
-
-    thread = threading.Thread(target=serve, name="flowrl-rewards", daemon=True)
-    thread.start()
-    return loop, thread
-
-
-def _submit(awaitable: Awaitable) -> Future:
-    async def run():
-        return await awaitable
-
-    loop, thread = _event_loop()
-    if threading.current_thread() is thread:  # waiting for ourselves would never end
-        if inspect.iscoroutine(awaitable):
-            awaitable.close()
-        raise RuntimeError("an async reward cannot call a RewardSet with async rewards; await the inner reward")
-    return asyncio.run_coroutine_threadsafe(run(), loop)
-
-
-def _is_async(reward: Reward) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-
-
-def _in_thread(reward: Reward) -> Reward:
-    """A blocking reward as an async one."""
-
-    def call(*args, **columns):
-        with torch.no_grad():  # grad mode is per thread
-            return reward(*args, **columns)
-
-    return functools.partial(asyncio.to_thread, call)
 
 
 def _range(name: str, declared: Any) -> tuple[float, float] | None:
@@ -318,8 +283,8 @@ class _Named:
         remote = bool(getattr(call, "remote", False))
         if remote and getattr(call, "differentiable", False):
             raise TypeError(f"reward {name!r} says it is remote and differentiable: no gradient comes from a server")
-        self.waits = remote or _is_async(call)
-        self.ask = _in_thread(call) if remote and not _is_async(call) else call
+        self.waits = remote or is_async(call) or bool(getattr(call, "waits", False))
+        self.ask = in_thread(call) if remote and not is_async(call) else call
 
     def select(self, columns: Mapping[str, Sequence]) -> dict[str, Sequence]:
         wanted = self.accepted | (set(columns) - {GROUP} if self.takes_all else set())
@@ -423,6 +388,11 @@ class RewardSet:
         """Whether some reward compares the samples of a group: all of a group must then be scored in one call."""
         return any(reward.groupwise for reward in self.rewards)
 
+    @property
+    def waits(self) -> bool:
+        """Whether some reward waits for a server."""
+        return any(reward.waits for reward in self.rewards)
+
     def _bounds(self) -> tuple[float, float] | None:
         bounds = [(r.weight, r.range) for r in self.rewards if r.weight]
         known = [sorted(weight * bound for bound in found) for weight, found in bounds if found is not None]
@@ -432,12 +402,15 @@ class RewardSet:
 
     @property
     def identity(self) -> dict[str, float]:
-        """What a resumed run must share: the weights by fingerprint, or by name where a reward has no fingerprint."""
+        """What a resumed run must share: the weights by fingerprint, or by name where a reward has no fingerprint.
+
+        Asks a remote reward's servers, unless they have answered before; raises RuntimeError when none does.
+        """
         same: dict[str, float] = {}
         for reward in self.rewards:
-            own = getattr(reward.call, "fingerprint", None)
-            key = f"{_name(reward.call)} {own}" if isinstance(own, str) and own else reward.name
-            same[key] = same.get(key, 0.0) + reward.weight
+            own = getattr(reward.call, "identity", None)  # of what is made of other rewards or runs elsewhere
+            for key, share in (own if isinstance(own, dict) else {_known(reward.call, reward.name): 1.0}).items():
+                same[key] = same.get(key, 0.0) + reward.weight * share
         return same
 
     def check_range(self, low: float, high: float, who: str) -> None:
@@ -482,7 +455,8 @@ class RewardSet:
     def self_test(self, device: torch.device | str = "cpu") -> dict[str, tuple[float, float]]:
         """Score each reward's known pair; rewards without one are left out, derived ones test their sources.
 
-        Returns name -> (good, bad). Raises RewardError when the good sample is not the higher one.
+        Returns name -> (good, bad). Raises RewardError when the good sample is not the higher one, and RuntimeError
+        when no server of a remote reward can be reached.
         """
         report: dict[str, tuple[float, float]] = {}
         for reward in self.rewards:
@@ -491,16 +465,28 @@ class RewardSet:
             elif pair := getattr(reward.call, "known_pair", None):
                 images, prompts, columns = pair()
                 images = images.to(device) if isinstance(images, Tensor) else images
-                good, bad = RewardSet([reward.call], 1.0).score(images, prompts, columns).total.detach().tolist()
+                scores = RewardSet([reward.call], 1.0).score(images, prompts, columns)
+                good, bad = scores.total.detach().tolist()
                 if not good > bad:
-                    message = f"self-test failed: {good:.4g} for a good sample, {bad:.4g} for a bad one"
-                    remedy = "its weights, architecture or preprocessing are not the ones it was made for"
-                    raise RewardError(f"{message}; {remedy}.", reward.name, images, prompts, columns)
+                    message = f"{good:.4g} for a good sample, {bad:.4g} for a bad one; "
+                    message += "its weights, architecture or preprocessing are not the ones it was made for"
+                    if not scores.valid.all():
+                        reasons = scores.output().details.get("reason", [])
+                        said = "; ".join(dict.fromkeys(filter(None, reasons))) or "it gives no reason"
+                        message = f"it could not score its known samples: {said}"
+                    raise RewardError(f"self-test failed: {message}.", reward.name, images, prompts, columns)
                 report[reward.name] = good, bad
         return report
 
-    def __call__(self, images, prompts: Sequence[str], **columns: Sequence) -> RewardOutput:
-        return self.score(images, prompts, columns).output()
+    def __call__(self, images, prompts: Sequence[str], **columns: Sequence) -> RewardOutput | Awaitable[RewardOutput]:
+        """What `score` finds, as one reward's output; an awaitable of it while rewards wait for their servers."""
+        answers = self._answers(images, prompts, columns, None)
+        running = next(answers)
+
+        def output() -> RewardOutput:
+            return self.judge(next(answers), images, prompts, columns).output()
+
+        return after(running, output) if running else output()
 
     def score(self, images, prompts: Sequence[str], columns: Mapping[str, Sequence] | None = None) -> Scores:
         """Score N samples with every reward; asynchronous ones run while synchronous ones compute.
@@ -577,7 +563,7 @@ class RewardSet:
         self.check_columns(columns)
 
     def _answers(self, images, prompts, columns, rows) -> Generator[Any]:
-        """Nothing, when all rewards have been called; then every reward's checked answer, in their order."""
+        """What still runs, when all rewards have been called; then every reward's checked answer, in their order."""
         self._check_input(images, prompts, columns)
         numbers = range(len(prompts)) if rows is None else range(len(prompts))[rows]
         fail = functools.partial(RewardError, images=images, prompts=prompts, columns=columns, rows=numbers)
@@ -593,10 +579,10 @@ class RewardSet:
                 name = reward.name
                 answer = reward.ask(images, prompts, **reward.select(columns))
                 if inspect.isawaitable(answer):
-                    running[name] = _submit(answer)
+                    running[name] = submit(answer)
                 else:
                     raw[name] = answer
-            yield
+            yield list(running.values())
             for name, future in running.items():
                 raw[name] = future.result()
         except RewardError:  # of an inner set, which has said it all

@@ -1,9 +1,8 @@
 """Rewards made from other rewards."""
 
-import asyncio
 import hashlib
-import inspect
 import json
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -11,27 +10,42 @@ import torch
 from torch import Tensor
 
 from flowrl.core import group_count, rank_in_group, vote
-from flowrl.rewards.base import GROUP, Reward, RewardOutput, RewardSet, Spec, _checked, _name, quantise
+from flowrl.rewards.base import GROUP, Reward, RewardOutput, RewardSet, Spec, _checked, _known, _name, quantise
+from flowrl.rewards.calling import when_all
 
 PAIRS = 64  # compared in one call, so that not all pairs of a group are in memory at once
 
 
 class _Derived:
-    """A reward computed from other sets; it needs the columns they need."""
+    """A reward computed from other sets; it needs the columns they need.
+
+    settings: the function and its arguments, what JSON can hold; none: it is what its one source is.
+    waits: it is over at once and returns an awaitable, as its sources wait for servers.
+    """
 
     def __init__(
         self,
         name: str,
         sources: Sequence[RewardSet],
         compute: Reward,
+        settings: Sequence = (),
         *,
+        waits: bool = False,
         differentiable: bool = False,
         groupwise: bool = False,
         range: tuple[float, float] | None = None,
     ):
         self.name, self.sources, self.compute = name, sources, compute
+        self.settings, self.waits = list(settings), waits
         self.differentiable, self.range = differentiable, range
         self.groupwise = groupwise or any(source.groupwise for source in sources)
+
+    @property
+    def identity(self) -> dict[str, float]:
+        """As of a `RewardSet`."""
+        if not self.settings:
+            return self.sources[0].identity
+        return {json.dumps([*self.settings, *(source.identity for source in self.sources)], sort_keys=True): 1.0}
 
     def check_columns(self, available: Iterable[str]) -> None:
         for source in self.sources:
@@ -64,10 +78,16 @@ def _take(items, rows: Sequence[int]):
     return items[list(rows)] if isinstance(items, Tensor) else [items[row] for row in rows]
 
 
-def _of_rows(source: RewardSet, rows: Sequence[int], images, prompts, columns) -> RewardOutput:
-    """The set's output for some rows."""
-    part = {key: _take(column, rows) for key, column in columns.items()}
-    return source(_take(images, rows), _take(prompts, rows), **part)
+def _rows(rows: Sequence[int], images, prompts, columns) -> tuple[Any, Any, dict[str, Any]]:
+    return _take(images, rows), _take(prompts, rows), {key: _take(column, rows) for key, column in columns.items()}
+
+
+def _ask(source: RewardSet, rows: Sequence[int], *batch) -> list:
+    """The set's output for some rows, perhaps an awaitable; nothing for no rows."""
+    if not rows:
+        return []
+    images, prompts, columns = _rows(rows, *batch)
+    return [source(images, prompts, **columns)]
 
 
 def _place(whole: RewardOutput, rows: Sequence[int], part: RewardOutput) -> None:
@@ -88,21 +108,33 @@ def scaled(rewards: Spec, scale: float, offset: float = 0.0) -> Reward:
     source = _inner(rewards)
 
     def compute(images, prompts, columns):
-        out = source(images, prompts, **columns)
-        return RewardOutput(scale * out.values + offset, out.valid, out.details)
+        def finish(outputs):
+            (out,) = outputs
+            return RewardOutput(scale * out.values + offset, out.valid, out.details)
+
+        return when_all([source(images, prompts, **columns)], finish)
 
     low_high = None
     if source.range is not None and scale:
         low, high = sorted(scale * bound + offset for bound in source.range)
         low_high = low, high
-    return _Derived(_named("scaled", source), [source], compute, differentiable=source.differentiable, range=low_high)
+    return _Derived(
+        _named("scaled", source),
+        [source],
+        compute,
+        ["scaled", float(scale), float(offset)],
+        waits=source.waits,
+        differentiable=source.differentiable,
+        range=low_high,
+    )
 
 
 def gate(condition: Spec, rewards: Spec, otherwise: float = 0.0) -> Reward:
     """The reward r where condition > 0, else `otherwise`: a format gate, or a veto over a whole weighted sum.
 
     The condition is scored first and `rewards` only sees the samples that pass, so an expensive reward is not
-    spent on the others. A row whose condition is invalid is invalid. details["passed"]: [N] bool.
+    spent on the others; a condition that waits for a server holds up what comes after it. A row whose condition is
+    invalid is invalid. details["passed"]: [N] bool.
     """
     when, source = _inner(condition), _inner(rewards)
 
@@ -113,13 +145,19 @@ def gate(condition: Spec, rewards: Spec, otherwise: float = 0.0) -> Reward:
         out = RewardOutput(values, gates.valid.clone())
         if "reason" in (why := gates.output().details):
             out.details["reason"] = list(why["reason"])
-        if rows := torch.nonzero(passed).flatten().tolist():
-            _place(out, rows, _of_rows(source, rows, images, prompts, columns))
-        out.details["passed"] = passed
-        return out
+        rows = torch.nonzero(passed).flatten().tolist()
+
+        def finish(outputs):
+            for part in outputs:
+                _place(out, rows, part)
+            out.details["passed"] = passed
+            return out
+
+        return when_all(_ask(source, rows, images, prompts, columns), finish)
 
     low_high = source.range and (min(source.range[0], otherwise), max(source.range[1], otherwise))
-    return _Derived(_named("gated", source), [when, source], compute, range=low_high)
+    waits, settings = source.waits and not when.waits, ["gate", float(otherwise)]
+    return _Derived(_named("gated", source), [when, source], compute, settings, waits=waits, range=low_high)
 
 
 def cached(rewards: Spec, size: int = 100_000) -> Reward:
@@ -134,30 +172,35 @@ def cached(rewards: Spec, size: int = 100_000) -> Reward:
     if source.groupwise:
         raise ValueError(f"{list(source.weights)} compare samples: what one is worth depends on the others, cache none")
     memory: dict[bytes, RewardOutput] = {}  # one sample each, in the order of use
+    lock = threading.Lock()  # answers come in another thread than questions
 
     def compute(images, prompts, columns):
         columns = {key: value for reward in source.rewards for key, value in reward.select(columns).items()}
         keys = _content(images, prompts, columns)
+        with lock:
+            known = {key: memory[key] for key in keys if key in memory}
         new: dict[bytes, int] = {}
         for row, key in enumerate(keys):
-            if key not in memory:
+            if key not in known:
                 new.setdefault(key, row)
-        fresh: dict[bytes, RewardOutput] = {}
-        if new:
-            scored = _of_rows(source, list(new.values()), images, prompts, columns)
-            fresh = {key: _one(scored, place) for place, key in enumerate(new)}
-        out = _blank(len(keys))
-        for row, key in enumerate(keys):
-            found = fresh[key] if key in fresh else memory[key]
-            _place(out, [row], found)
-            if found.valid.all():  # ty: ignore
-                memory.pop(key, None)
-                memory[key] = found
-        while len(memory) > size:
-            del memory[next(iter(memory))]
-        return out
 
-    return _Derived("_".join(source.weights), [source], compute, range=source.range)
+        def finish(outputs):
+            for scored in outputs:
+                known.update((key, _one(scored, place)) for place, key in enumerate(new))
+            out = _blank(len(keys))
+            with lock:
+                for row, key in enumerate(keys):
+                    _place(out, [row], known[key])
+                    if known[key].valid.all():  # ty: ignore
+                        memory.pop(key, None)
+                        memory[key] = known[key]
+                while len(memory) > size:
+                    del memory[next(iter(memory))]
+            return out
+
+        return when_all(_ask(source, list(new.values()), images, prompts, columns), finish)
+
+    return _Derived("_".join(source.weights), [source], compute, waits=source.waits, range=source.range)
 
 
 def _one(out: RewardOutput, row: int) -> RewardOutput:
@@ -192,10 +235,10 @@ def per_group(rewards: Spec) -> Reward:
     def compute(images, prompts, columns):
         out = _blank(len(prompts))
         for rows in _groups(columns[GROUP]):
-            _place(out, rows, _of_rows(source, rows, images, prompts, columns))
+            _place(out, rows, source.score(*_rows(rows, images, prompts, columns)).output())
         return out
 
-    return _Derived(_named("per_group", source), [source], compute, groupwise=True, range=source.range)
+    return _Derived(_named("per_group", source), [source], compute, ["per_group"], groupwise=True, range=source.range)
 
 
 def ranked(rewards: Spec) -> Reward:
@@ -207,13 +250,17 @@ def ranked(rewards: Spec) -> Reward:
     source = _inner(rewards)
 
     def compute(images, prompts, columns):
-        out = source(images, prompts, **columns)
-        gid = torch.as_tensor(columns[GROUP])
-        n = group_count(gid, out.valid)
-        ranks = (rank_in_group(out.values, gid, valid=out.valid) - 1) / (n - 1)
-        return RewardOutput(torch.where(n > 1, ranks, 0.5), out.valid, out.details)
+        def finish(outputs):
+            (out,) = outputs
+            gid = torch.as_tensor(columns[GROUP])
+            n = group_count(gid, out.valid)
+            ranks = (rank_in_group(out.values, gid, valid=out.valid) - 1) / (n - 1)
+            return RewardOutput(torch.where(n > 1, ranks, 0.5), out.valid, out.details)
 
-    return _Derived(_named("ranked", source), [source], compute, groupwise=True, range=(0.0, 1.0))
+        return when_all([source(images, prompts, **columns)], finish)
+
+    name, waits = _named("ranked", source), source.waits
+    return _Derived(name, [source], compute, ["ranked"], waits=waits, groupwise=True, range=(0.0, 1.0))
 
 
 def win_rate(compare: Callable[..., Any], both_orders: bool = True) -> Reward:
@@ -242,15 +289,10 @@ def win_rate(compare: Callable[..., Any], both_orders: bool = True) -> Reward:
         for i in range(0, len(pairs), PAIRS):
             first, second = zip(*pairs[i : i + PAIRS], strict=True)
             answers.append(compare(_take(images, first), _take(images, second), _take(prompts, first)))
-        if any(inspect.isawaitable(answer) for answer in answers):
-            return _when_all(answers, lambda answers: _win_rates(pairs, answers, len(prompts), both_orders))
-        return _win_rates(pairs, answers, len(prompts), both_orders)
+        return when_all(answers, lambda answers: _win_rates(pairs, answers, len(prompts), both_orders))
 
-    return _Derived(f"win_rate_{_name(compare)}", [], compute, groupwise=True, range=(0.0, 1.0))
-
-
-async def _when_all(answers: list, then: Callable[[list], RewardOutput]) -> RewardOutput:
-    return then(await asyncio.gather(*answers))
+    settings = ["win_rate", _known(compare, _name(compare)), both_orders]
+    return _Derived(f"win_rate_{_name(compare)}", [], compute, settings, groupwise=True, range=(0.0, 1.0))
 
 
 def _win_rates(pairs: list[tuple[int, int]], answers: list, n: int, both_orders: bool) -> RewardOutput:
@@ -287,7 +329,8 @@ def majority(answer: Callable[[Any], Hashable | None]) -> Reward:
         winners = vote(answers, torch.as_tensor(columns[GROUP]))
         return [float(own is not None and own == winner) for own, winner in zip(answers, winners, strict=True)]
 
-    return _Derived("majority", [], compute, groupwise=True, range=(0.0, 1.0))
+    settings = ["majority", _known(answer, _name(answer))]
+    return _Derived("majority", [], compute, settings, groupwise=True, range=(0.0, 1.0))
 
 
 def _groups(group_id: Sequence[int]) -> list[list[int]]:

@@ -60,7 +60,7 @@ class RemoteReward:
     scored are invalid, with details["reason"], never 0. Values are those of the 8-bit pixels (`quantise`), bit for
     bit what the reward returns for them locally.
 
-    Raises ValueError on unusable URLs or numbers, and FingerprintError when an answer comes from another reward
+    Raises ValueError on unusable URLs, numbers or tokens, and FingerprintError when an answer comes from another reward
     than the first one did: mixed replicas, or a server updated during the run.
     """
 
@@ -84,7 +84,7 @@ class RemoteReward:
             raise ValueError("deadline, hedge_after and batch_size of a remote reward must be above 0")
         self.deadline, self.hedge_after, self.batch_size = deadline, hedge_after, batch_size
         self.replicas = [_Replica(url) for url in urls]
-        token = os.environ.get("FLOWRL_REWARD_TOKEN") if token is None else token
+        token = read_token(os.environ.get("FLOWRL_REWARD_TOKEN") if token is None else token)
         self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self.headers |= {"Authorization": f"Bearer {token}"} if token else {}
         secure = any(url.startswith("https:") for url in urls)
@@ -98,12 +98,29 @@ class RemoteReward:
         FingerprintError. A server that does not answer is left to the first batch."""
         if self.required is None:
             self.required = set()
-            for replica in self.replicas:
-                self._describe(replica.url)
+            self._describe_all()
         if missing := self.required - set(available):
             raise ValueError(f"the reward at {self.replicas[0].url} needs the prompt columns {sorted(missing)}")
 
-    def _describe(self, url: str) -> None:
+    def self_test(self, device: torch.device | str = "cpu") -> dict[str, tuple[float, float]]:
+        """Raises RuntimeError when no server can be reached: this comes before what computes."""
+        if self.fingerprint is None:
+            failures = self._describe_all()
+            if self.fingerprint is None and all(failures):
+                raise RuntimeError(f"no server of this reward can be reached: {'; '.join(failures)}. Start it first.")
+        return {}
+
+    @property
+    def identity(self) -> dict[str, float]:
+        """As of a `RewardSet`: what the servers run, wherever they are."""
+        self.self_test()
+        return {f"{self.name} {self.fingerprint or 'at ' + ','.join(r.url for r in self.replicas)}": 1.0}
+
+    def _describe_all(self) -> list[str]:
+        return [self._describe(replica.url) for replica in self.replicas]
+
+    def _describe(self, url: str) -> str:
+        """Learn what a server runs, if it says so; why it cannot be reached, or nothing."""
         import httpx
 
         limit, raw = min(5.0, self.deadline), bytearray()
@@ -113,14 +130,15 @@ class RemoteReward:
                 for chunk in response.iter_raw():
                     raw += chunk
                     if len(raw) > MAX_ANSWER or time.monotonic() > end:
-                        return
-        except httpx.HTTPError:
-            return
+                        return ""
+        except httpx.HTTPError as error:
+            return f"{url}: {type(error).__name__} {error}"
         about = _json(bytes(raw))
         if response.status_code != 200 or not isinstance(about, dict) or not isinstance(about.get("columns"), list):
-            return
+            return ""
         self._same(about.get("fingerprint"), url)
         self.required = {str(column) for column in about["columns"]}
+        return ""
 
     def _same(self, theirs: object, url: str) -> None:
         self.fingerprint = self.fingerprint or str(theirs)
@@ -141,7 +159,8 @@ class RemoteReward:
             except (TypeError, ValueError) as error:
                 raise ValueError(f"prompt column {key!r} cannot be sent as JSON: {error}") from error
         end = time.monotonic() + self.deadline
-        pixels, n = quantise(images).cpu().numpy(), len(prompts)
+        # The loop is everybody's: what computes or copies is done beside it.
+        pixels, n = await asyncio.to_thread(lambda: quantise(images).cpu().numpy()), len(prompts)
         values, reasons = torch.full((n,), torch.nan), [""] * n
         details: dict[str, Any] = {}
         slots = asyncio.Semaphore(4 * len(self.replicas))
@@ -168,7 +187,7 @@ class RemoteReward:
             finally:
                 await cancel(tasks)
         valid = values.isfinite()
-        return RewardOutput(values, valid, details if valid.all() else details | {"reason": reasons})
+        return RewardOutput(values, valid, details | ({"reason": reasons} if any(reasons) else {}))
 
     async def _ask(self, client: Any, body: bytes, count: int, end: float) -> RewardOutput:
         """One request's answer, with retries; raises `Failed` when the deadline or the servers say so."""
@@ -243,6 +262,14 @@ def is_url(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
 
 
+def read_token(token: str | None) -> str | None:
+    """The token without the newline that a file ends in; raises ValueError when no HTTP header can carry it."""
+    found = token and token.strip()
+    if token and not (found and found.isascii() and found.isprintable()):
+        raise ValueError("the token of a reward server must be printable ASCII; see FLOWRL_REWARD_TOKEN")
+    return found or None
+
+
 async def fetch(client: Any, url: str, path: str, patience: float, body: bytes | None = None) -> Any:
     """The JSON a server answers with status 200 to a POST of `body`, or to a GET; a text that says so if it is none.
 
@@ -303,7 +330,7 @@ def _output(answer: Any, count: int) -> RewardOutput:
     valid = answer.get("valid", [True] * count)
     if not isinstance(values, list) or not isinstance(valid, list) or not isinstance(details, dict):
         raise ValueError("values and valid must be lists, details an object")
-    for key, column in {"values": values, "valid": valid, **details}.items():
+    for key, column in [("values", values), ("valid", valid), *details.items()]:
         if not isinstance(column, list) or len(column) != count:
             raise ValueError(f"{key!r} is not a list of {count} entries, one per image")
     said = details.get("reason", [None] * count)
@@ -312,7 +339,7 @@ def _output(answer: Any, count: int) -> RewardOutput:
         if valid[row] is not True:
             reasons[row] = str(said[row] or "the server marked it invalid")
         elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
-            numbers[row] = float(value)
+            numbers[row], reasons[row] = float(value), str(said[row] or "")
         else:
             reasons[row] = f"the server returned {str(value)[:100]!r} as a score"
     return RewardOutput(torch.tensor(numbers), details={**details, "reason": reasons})

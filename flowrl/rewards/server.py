@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import queue
-import select
+import selectors
 import signal
 import socket
 import socketserver
@@ -38,7 +38,9 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl import __version__
-from flowrl.rewards.base import Reward, RewardError, RewardSet
+from flowrl.rewards.base import Reward, RewardError, RewardSet, _Named
+from flowrl.rewards.combinators import _Derived
+from flowrl.rewards.remote import read_token
 
 log = logging.getLogger(__name__)
 PATHS = "there are GET /health and POST /score"
@@ -72,7 +74,8 @@ class _Refused(Exception):
 
 def fingerprint(name: str, reward: Reward) -> str:
     """16 hex digits of SHA-256 over the name, this package's version, the source file that defines the reward, and its
-    attribute `fingerprint` if it has one: set it to what the file does not say (a model's revision, a template)."""
+    attribute `fingerprint` if it has one: set it to what the file does not say (a model's revision, a template). What
+    is made of other rewards has its settings and theirs."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     try:
@@ -80,24 +83,57 @@ def fingerprint(name: str, reward: Reward) -> str:
         code = Path(source).read_bytes() if source else b""
     except (TypeError, OSError):  # defined in no file
         code = b""
-    own = getattr(reward, "fingerprint", "")
-    says = f"{name}\n{__version__}\n{own if isinstance(own, str) else ''}\n"
+    own = getattr(reward, "settings" if isinstance(reward, _Derived) else "fingerprint", "")
+    inner = [[named.weight, fingerprint(named.name, named.call)] for named in _sources(reward)]
+    says = f"{name}\n{__version__}\n{own if isinstance(own, str | list) else ''}\n{inner}\n"
     return hashlib.sha256(says.encode() + code).hexdigest()[:16]
+
+
+def _sources(reward: Reward) -> list[_Named]:
+    """The rewards that a set or what was derived from sets is made of."""
+    sets = [reward] if isinstance(reward, RewardSet) else reward.sources if isinstance(reward, _Derived) else []
+    return [named for one in sets for named in one.rewards]
+
+
+def _columns(named: _Named) -> set[str]:
+    """The prompt columns it needs."""
+    return named.required.union(*map(_columns, _sources(named.call)))
+
+
+def _device(name: torch.device | str | None) -> torch.device:
+    if name is None:
+        name = (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without it
+        raise ValueError(f"cannot compute on {str(name)!r}: {error}") from error
 
 
 class RewardServer:
     """A reward behind HTTP, scored by one thread, in the order the requests came.
 
-    reward: a registered name, `module:attribute` or callable, as in a `RewardSet`. port: 0 takes a free one.
-    token: if given, /score wants the header `Authorization: Bearer TOKEN`.
+    reward: a registered name, `module:attribute` or callable, as in a `RewardSet`; a `RewardSet` offers its total.
+    port: 0 takes a free one. token: if given, /score wants the header `Authorization: Bearer TOKEN`.
+    device: where the images are put, and so where rewards that run where the images are do; default: the accelerator.
 
     Use it as a context manager, or `serve` until a signal comes; both finish what was accepted. The reward sees the
     pixels of the PNG, k / 255. Raises ValueError or TypeError on an unusable reward, OSError on a port in use.
     """
 
-    def __init__(self, reward: str | Reward, host="127.0.0.1", port=8000, token: str | None = None, limits=None):
+    def __init__(
+        self,
+        reward: str | Reward,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        token: str | None = None,
+        limits: Limits | None = None,
+        device: torch.device | str | None = None,
+    ):
+        if isinstance(reward, dict | list | tuple):
+            raise ValueError(f"a server offers one reward, got {reward!r}: give RewardSet(...) of them for their sum")
         self.rewards = RewardSet(reward, max_invalid_share=1.0)  # the client judges the share
-        self.limits, self.token, self.stopping = limits or Limits(), token, False
+        self.limits, self.token, self.stopping = limits or Limits(), read_token(token), False
+        self.device = _device(device)
         if self.rewards.groupwise:
             raise ValueError(
                 f"{reward!r} compares the samples of a group, and a request holds parts of groups: run it locally"
@@ -107,7 +143,7 @@ class RewardServer:
             "reward": named.name,
             "version": __version__,
             "fingerprint": fingerprint(named.name, named.call),
-            "columns": sorted(named.required),
+            "columns": sorted(_columns(named)),
             "max_images": self.limits.images,
             "max_pixels": self.limits.pixels,
         }
@@ -204,7 +240,8 @@ class RewardServer:
         pixels = [self._pixels(row, text) for row, text in enumerate(images)]
         if len({image.shape for image in pixels}) > 1:
             raise _Refused(400, "the images of a request must have one size")
-        return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float().div_(255), prompts, columns
+        found = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float().div_(255)
+        return found.to(self.device), prompts, columns  # divided before: an accelerator may round otherwise
 
     def _pixels(self, row: int, text: str) -> np.ndarray:
         try:
@@ -227,7 +264,9 @@ def _no_constant(text: str) -> None:
 
 def _has_left(connection: socket.socket) -> bool:
     try:
-        return bool(select.select([connection], [], [], 0)[0]) and not connection.recv(1, socket.MSG_PEEK)
+        with selectors.DefaultSelector() as ready:  # `select` takes no descriptor above 1023
+            ready.register(connection, selectors.EVENT_READ)
+            return bool(ready.select(0)) and not connection.recv(1, socket.MSG_PEEK)
     except (OSError, ValueError):
         return True
 
@@ -260,7 +299,11 @@ class _Listener(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self.slots.acquire(blocking=False):
-            return super().process_request(request, client_address)
+            try:
+                return super().process_request(request, client_address)
+            except BaseException:  # no thread started, which would have given the slot back
+                self.slots.release()
+                raise
         with contextlib.suppress(OSError):
             request.sendall(b'HTTP/1.0 503 Busy\r\nRetry-After: 1\r\n\r\n{"error": "too many connections"}')
         self.shutdown_request(request)

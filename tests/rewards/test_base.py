@@ -1,6 +1,8 @@
 import asyncio
 import functools
 import json
+import os
+import signal
 import threading
 import time
 
@@ -13,6 +15,7 @@ from flowrl.rewards import (
     RewardError,
     RewardOutput,
     RewardSet,
+    calling,
     gate,
     names,
     quantise,
@@ -463,6 +466,61 @@ def test_a_set_inside_an_async_reward_is_refused_instead_of_hanging(images):
         RewardSet(nested).score(images, PROMPTS)
 
 
+def test_a_set_in_a_set_waits_beside_the_others(images):
+    computed = threading.Event()
+
+    async def patient(images, prompts):
+        while not computed.is_set():
+            await asyncio.sleep(0.001)
+        return [2.0] * len(prompts)
+
+    def local(images, prompts):
+        computed.set()
+        return images.mean((1, 2, 3))
+
+    local.differentiable = True
+    images.requires_grad_()
+    inner = RewardSet({brightness: 3.0, patient: 0.5})
+    scores = RewardSet([inner, local]).score(images, PROMPTS)
+    assert torch.allclose(scores.total, 4 * brightness(images, None) + 1)
+    assert torch.allclose(scores.details["reward_set"]["patient"], torch.full((N,), 2.0))
+    scores.total.sum().backward()  # what was computed here keeps its graph
+    assert torch.allclose(images.grad, torch.full_like(images, 4 / 90))
+    out = asyncio.run(inner(images, PROMPTS))  # a set with such rewards is one itself
+    assert torch.allclose(out.values, 3 * brightness(images, None) + 1)
+
+
+def test_the_loop_is_made_once_and_anew_after_a_fork(images):
+    threads = [threading.Thread(target=RewardSet(slow_index).score, args=(images, PROMPTS)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sum(thread.name == "flowrl-rewards" for thread in threading.enumerate()) == 1
+    if not hasattr(os, "fork"):
+        return
+    if not (child := os.fork()):
+        signal.alarm(30)  # ends a child that hangs
+        fine = False
+        try:
+            fine = RewardSet(slow_index).score(images, PROMPTS).total.tolist() == [0.0, 1.0, 2.0, 3.0]
+        finally:
+            os._exit(0 if fine else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(calling._runners) == 1
+
+
+def test_many_blocking_rewards_wait_at_once(images):
+    everybody = threading.Barrier(40)
+
+    def blocking(images, prompts):
+        everybody.wait(20)
+        return [1.0] * len(prompts)
+
+    blocking.remote = True
+    assert RewardSet([blocking] * 40).score(images, PROMPTS).total.tolist() == [40.0] * N
+
+
 # what a reward says of itself
 
 
@@ -596,6 +654,25 @@ def test_identity_is_the_fingerprint_where_there_is_one():
         "server": 2.0,
     }
     assert RewardSet([Model(), Model()]).identity == {"model rev1": 2.0}
+    nested = {RewardSet({ones: 2.0, Model(): 1.0}): 0.5, ones: 1.0}
+    assert RewardSet(nested).identity == {"ones": 2.0, "model rev1": 0.5}
+
+
+def test_a_self_test_that_could_not_score_says_why():
+    def known():
+        return torch.zeros(2, 3, 4, 4), ["", ""], {}
+
+    down = invalid_rows(1, reason="ConnectError")
+    down.known_pair = known
+    with pytest.raises(RewardError, match=r"self-test failed: it could not score its known samples: ConnectError\."):
+        RewardSet(down).self_test()
+
+    def backwards(images, prompts):
+        return [0.25, 0.5]
+
+    backwards.known_pair = known
+    with pytest.raises(RewardError, match=r"0.25 for a good sample, 0.5 for a bad one; its weights"):
+        RewardSet(backwards).self_test()
 
 
 def test_reasons_come_through_nested_sets(images):

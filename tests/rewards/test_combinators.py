@@ -1,6 +1,7 @@
 import asyncio
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,65 @@ def test_cached_texts_async_rewards_and_what_it_refuses(images):
     assert RewardSet(cached(slow_index)).score(images, PROMPTS).total.tolist() == [0.0, 1.0, 2.0, 3.0]
     with pytest.raises(ValueError, match="depends on the others"):
         cached(ranked(ones))
+
+
+def test_what_waits_is_asked_beside_what_computes(images):
+    asked, computed, threads = [], threading.Event(), []
+
+    async def judge(images, prompts):
+        asked.append(list(prompts))
+        while not computed.is_set():  # for ever if it were waited for
+            await asyncio.sleep(0.001)
+        return [float(prompt.split()[1]) for prompt in prompts]
+
+    def not_last(images, prompts):
+        threads.append(threading.current_thread())
+        return [prompt != "prompt 3" for prompt in prompts]
+
+    def local(images, prompts):
+        computed.set()
+        return [0.0] * len(prompts)
+
+    derived = [scaled(judge, 2.0), gate(not_last, judge, -1.0), cached(judge), cached(scaled(gate(ones, judge), 3.0))]
+    rewards = RewardSet([*derived, local])
+    expected = [[0.0, 2.0, 4.0, 6.0], [0.0, 1.0, 2.0, -1.0], [0.0, 1.0, 2.0, 3.0], [0.0, 3.0, 6.0, 9.0]]
+    for calls in (4, 2):  # the second time two are remembered
+        parts = list(rewards.score(images, PROMPTS).parts.values())
+        assert [part.tolist() for part in parts[:4]] == expected
+        assert len(asked) == calls and PROMPTS[:3] in asked
+        asked.clear()
+        computed.clear()
+    assert set(threads) == {threading.current_thread()}  # what computes does so where it always did
+
+
+def test_a_condition_that_waits_comes_first(images):
+    reward = gate(slow_index, slow_index, -1.0)
+    assert RewardSet(reward).score(images, PROMPTS).total.tolist() == [-1.0, 1.0, 2.0, 3.0]
+
+
+def test_the_identity_is_of_settings_and_sources():
+    class Model:
+        name, fingerprint = "model", "rev1"
+
+        def __call__(self, images, prompts): ...
+
+    def known(reward):
+        (key,) = RewardSet(reward).identity
+        return key
+
+    assert known(scaled(Model(), 2, 1)) == '["scaled", 2.0, 1.0, {"model rev1": 1.0}]'
+    assert known(gate(ones, Model(), -1)) == '["gate", -1.0, {"ones": 1.0}, {"model rev1": 1.0}]'
+    assert RewardSet({cached({Model(): 3.0}): 2.0}).identity == {"model rev1": 6.0}  # remembering changes nothing
+    assert known(ranked(scaled(ones, 2))) == json.dumps(["ranked", {'["scaled", 2.0, 0.0, {"ones": 1.0}]': 1.0}])
+    others = [
+        per_group(ones),
+        ranked(ones),
+        win_rate(ones),
+        win_rate(ones, False),
+        majority(ones),
+        majority(brightness),
+    ]
+    assert len({known(reward) for reward in others}) == len(others)
 
 
 # inside a group

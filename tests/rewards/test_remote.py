@@ -28,12 +28,14 @@ from flowrl.rewards import (
     RewardOutput,
     RewardServer,
     RewardSet,
+    cached,
     jpeg_compressibility,
     quantise,
     remote,
     resolve,
+    scaled,
 )
-from flowrl.rewards.server import Limits
+from flowrl.rewards.server import Limits, _has_left
 
 IMAGES = torch.rand(5, 3, 8, 12, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "b", "c", "d", "é"]
@@ -135,7 +137,7 @@ def nobody():
 def test_remote_equals_local_bit_for_bit(reward):
     pixels = quantise(IMAGES).permute(0, 3, 1, 2).float() / 255
     local = RewardSet(reward).score(pixels, PROMPTS).total
-    with RewardServer(reward, port=0) as server:
+    with RewardServer(reward, port=0, device="cpu") as server:
         out = call(RemoteReward(server.url, batch_size=2))
         named = RewardSet({f"remote@{server.url}": 2.0}).score(IMAGES, PROMPTS)
     assert out.valid.all() and out.details == {}
@@ -151,7 +153,7 @@ def test_columns_details_and_invalid_rows_arrive_in_order():
         out = call(RemoteReward(server.url, batch_size=2), prompts=prompts, **columns)
     assert out.valid.tolist() == [True, False, True, True, False]
     assert out.values[out.valid].tolist() == local.values[local.valid].tolist() and out.values[~out.valid].isnan().all()
-    assert out.details["reason"] == ["", "no skip", "", "", "no skip"]
+    assert out.details["reason"] == local.details["reason"]  # of valid rows, too
     assert out.details["seen"] == [0, 1, 0, 1, 0]
     assert out.details["odd"] == [[None, t] for t in columns["tag"]]
 
@@ -164,6 +166,35 @@ def test_missing_columns_are_refused_before_any_image_is_made():
         reward.check_columns(["tag"])
         out = call(RemoteReward(server.url))  # not asked before
     assert not out.valid.any() and "needs the prompt columns ['tag']" in out.details["reason"][0]
+
+
+def test_a_set_is_offered_as_one_reward_that_needs_what_its_rewards_need():
+    for several in ({brightness: 0.5}, [brightness, picky]):
+        with pytest.raises(ValueError, match=r"a server offers one reward, .* give RewardSet\(\.\.\.\)"):
+            RewardServer(several, port=0)
+    with RewardServer(RewardSet({brightness: 2.0, scaled(picky, -1.0): 1.0}), port=0, device="cpu") as server:
+        out = call(RemoteReward(server.url), tag=["xyz"] * 5)
+        local = 2 * brightness(quantise(IMAGES).permute(0, 3, 1, 2) / 255, None) - 3 - torch.tensor(1.0) / 7
+        with pytest.raises(ValueError, match=r"needs the prompt columns \['tag'\]"):
+            RemoteReward(server.url).check_columns([])
+    assert torch.allclose(out.values, local) and set(out.details) == {"brightness", "scaled_picky", "reason"}
+
+
+def test_the_server_puts_images_on_its_device():
+    server = RewardServer(brightness, port=0, device="meta")
+    images, *_ = server._read(json.dumps({"images": [png()], "prompts": ["p"]}).encode())
+    server._http.server_close()
+    assert images.device.type == "meta" and images.shape == (1, 3, 8, 12)
+    with pytest.raises(ValueError, match="cannot compute on 'nowhere'"):
+        RewardServer(brightness, port=0, device="nowhere")
+
+
+def test_pixels_are_prepared_beside_the_event_loop(monkeypatch):
+    threads = []
+    monkeypatch.setattr(remote, "quantise", lambda x: threads.append(threading.current_thread()) or quantise(x))
+    with stub(scored) as url:
+        assert call(RemoteReward(url)).valid.all()
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
 
 
 def test_bad_construction_and_input():
@@ -198,6 +229,24 @@ def test_a_server_that_is_down_leaves_invalid_samples_and_stops_the_step(nobody)
         RewardSet(RemoteReward(nobody, deadline=1.0)).score(IMAGES, PROMPTS)
 
 
+def test_a_run_hears_that_the_server_is_down_before_it_computes(nobody):
+    rewards = RewardSet({scaled(f"remote@{nobody}", 2.0): 1.0, cached(f"remote@{nobody}"): 1.0})
+    rewards.check_columns([])  # it may still come up
+    for ask in (rewards.self_test, lambda: rewards.identity):
+        with pytest.raises(
+            RuntimeError, match=r"no server of this reward can be reached: http.*ConnectError.*Start it"
+        ):
+            ask()
+    with RewardServer(brightness, port=0) as server:
+        rewards = RewardSet({scaled(f"remote@{nobody},{server.url}", 2.0): 1.0, cached(f"remote@{server.url}"): 0.5})
+        assert rewards.self_test() == {}
+        known = f"remote {server.description['fingerprint']}"
+        assert rewards.identity == {f'["scaled", 2.0, 0.0, {{"{known}": 1.0}}]': 1.0, known: 0.5}
+    assert len(rewards.identity) == 2  # it is known now
+    with stub(scored, lambda handler: (404, b"")) as url:  # it is there, what it runs it says with its first answer
+        assert RewardSet(RemoteReward(url)).identity == {f"remote at {url}": 1.0}
+
+
 def test_a_replica_that_is_down_costs_nothing(nobody):
     with RewardServer(brightness, port=0) as server:
         reward = RemoteReward([nobody, server.url], batch_size=1)
@@ -217,6 +266,8 @@ def test_a_replica_that_is_down_costs_nothing(nobody):
         (200, b'{"fingerprint": "x", "values": [1, 2]}', "'values' is not a list of 5 entries"),
         (200, b'{"fingerprint": "x", "values": [1, 2, 3, 4, 5], "valid": [true]}', "'valid' is not a list of 5"),
         (200, b'{"fingerprint": "x", "values": [1, 2, 3, 4, 5], "details": {"a": 1}}', "'a' is not a list of 5"),
+        (200, b'{"fingerprint": "x", "values": [1, 2], "details": {"values": [1, 2, 3, 4, 5]}}', "'values' is not"),
+        (200, b'{"fingerprint": "x", "values": [1, 2, 3, 4, 5], "details": {"values": [1]}}', "'values' is not"),
         (500, b'{"error": "out of memory"}', "HTTP 500, out of memory"),
         (302, b"", "HTTP 302"),
         (404, b"\xff\x00", "HTTP 404, not JSON"),
@@ -347,11 +398,13 @@ def test_the_fingerprint_is_of_name_source_and_attribute():
             return images.mean((1, 2, 3))
 
     rewards = [Model("a"), Model("a"), Model("b"), brightness, jpeg_compressibility, "jpeg_compressibility"]
+    rewards += [scaled(brightness, 1), scaled(brightness, 2), scaled(Model("a"), 1), scaled(Model("b"), 1)]
+    rewards += [RewardSet({brightness: 1.0}), RewardSet({brightness: 2.0})]
     found = []
     for reward in rewards:
         with RewardServer(reward, port=0) as server:
             found.append(server.description["fingerprint"])
-    assert found[0] == found[1] and found[4] == found[5] and len(set(found)) == 4
+    assert found[0] == found[1] and found[4] == found[5] and len(set(found)) == 10
 
 
 # ---------------------------------------------------------------------------------------------- bad requests
@@ -443,13 +496,19 @@ def test_a_request_that_does_not_come_to_its_end_is_cut_off(server):
 
 def test_the_token(monkeypatch):
     monkeypatch.setenv("FLOWRL_REWARD_TOKEN", "secret")
-    with RewardServer(brightness, port=0, token="secret") as server:
+    for bad in (" ", "sécret", "a\nb"):
+        with pytest.raises(ValueError, match="token of a reward server must be printable ASCII"):
+            RemoteReward("http://a", token=bad)
+        with pytest.raises(ValueError, match="token of a reward server must be printable ASCII"):
+            RewardServer(brightness, port=0, token=bad)
+    with RewardServer(brightness, port=0, token="secret\n") as server:  # as a file ends
         body = json.dumps({"images": [png()], "prompts": ["p"]})
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer sécret"}):
             status, _, answer = post(server, body, **headers)
             assert status == 401 and "Authorization: Bearer TOKEN" in answer["error"]
         assert post(server, body, Authorization="Bearer secret")[0] == 200
         assert call(RemoteReward(server.url)).valid.all()
+        assert call(RemoteReward(server.url, token="secret\r\n")).valid.all()
         out = call(RemoteReward(server.url, token="other"))
     assert not out.valid.any() and "HTTP 401" in out.details["reason"][0] and "secret" not in out.details["reason"][0]
 
@@ -477,7 +536,7 @@ def test_many_clients_and_a_short_queue():
 
     images = torch.arange(5.0).reshape(5, 1, 1, 1).expand(5, 3, 4, 4) / 255
     refused = []
-    with RewardServer(reward, port=0, limits=Limits(queue=2)) as server:
+    with RewardServer(reward, port=0, limits=Limits(queue=2), device="cpu") as server:
         submit = server.submit
 
         def counted(*args):
@@ -533,6 +592,39 @@ def test_too_many_connections_are_turned_away(monkeypatch):
         assert call(RemoteReward(server.url)).valid.all()
 
 
+def test_a_connection_without_a_thread_takes_no_place(monkeypatch):
+    server = RewardServer(brightness, port=0)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    free = server._http.slots._value
+    with socket.socket() as connection, monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            server._http.process_request(connection, ("", 0))
+    assert server._http.slots._value == free
+    server._http.socket.close()
+
+
+def test_who_has_left_is_seen_on_any_descriptor():
+    fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")  # not on Windows
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        ours, theirs = socket.socketpair()
+        with theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1100)) as high:
+            ours.close()
+            assert high.fileno() >= 1024 and not _has_left(high)
+            theirs.sendall(b"x")
+            assert not _has_left(high) and high.recv(1) == b"x"
+            theirs.close()
+            assert _has_left(high)
+        assert _has_left(high)  # closed
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.parametrize("how", [lambda: 1 / 0, lambda: float("nan"), lambda: sys.exit(3)])
 def test_a_reward_that_fails_costs_only_its_request(how):
     def reward(images, prompts):
@@ -577,7 +669,8 @@ def test_the_command(capsys, monkeypatch):
         return self
 
     monkeypatch.setattr(RewardServer, "__enter__", enter)
-    assert main(["serve-reward", "jpeg_compressibility", "--port", "0", "--max-images", "16", "--host", "0.0.0.0"]) == 0
+    options = ["--port", "0", "--max-images", "16", "--host", "0.0.0.0", "--device", "cpu"]
+    assert main(["serve-reward", "jpeg_compressibility", *options]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("serving jpeg_compressibility (") and "set FLOWRL_REWARD_TOKEN" in printed.err
     assert out["scores"].valid.all() and "stopping" in printed.err

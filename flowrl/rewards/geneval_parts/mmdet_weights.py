@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.geneval import GENEVAL_CLASSES
-from flowrl.rewards.geneval_parts.pretrained import coco_classes
+from flowrl.rewards.geneval_parts.pretrained import coco_classes, unfilled
 
 
 def swin_s() -> Any:
@@ -218,12 +218,9 @@ def save(state: Mapping[str, Tensor], folder: Path, config: Any) -> Any:
         )
     except RuntimeError as error:
         raise ValueError(f"the weights do not fit the model: {error}") from error
-    # Swin's last norm exists in transformers' backbone, but only a classifier uses it.
-    missing = [key for key in report["missing_keys"] if ".swin.layernorm." not in key]
-    if missing or report["unexpected_keys"]:
-        raise ValueError(
-            f"weights without a value: {sorted(missing)}; superfluous: {sorted(report['unexpected_keys'])}"
-        )
+    missing, superfluous = unfilled(model, report), sorted(report["unexpected_keys"])
+    if missing or superfluous:
+        raise ValueError(f"weights without a value: {missing}; superfluous: {superfluous}")
     model.save_pretrained(folder)
     return model
 

@@ -219,7 +219,12 @@ def test_only_weights_and_plain_data_are_read(state, tmp_path):
 
 
 def test_the_released_model_is_swin_s():
+    from transformers import Mask2FormerForUniversalSegmentation
+
     config = mmdet_weights.swin_s()
+    with torch.device("meta"):
+        model = Mask2FormerForUniversalSegmentation(config)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(68.7e6, rel=1e-3)
     swin = config.backbone_config
     assert (swin.embed_dim, swin.depths, swin.num_heads, swin.window_size) == (96, [2, 2, 18, 2], [3, 6, 12, 24], 7)
     assert (config.num_labels, config.num_queries, config.decoder_layers - 1, config.encoder_layers) == (80, 100, 9, 6)
