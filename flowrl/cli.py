@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 done; 1 the run failed; 2 nothing was run: the command, the recipe or a file it names is wrong; 130 interrupted.
     """
+    if (here := os.getcwd()) not in sys.path:  # the installed script has its own folder there instead
+        sys.path.insert(0, here)  # for `module:function`
     parser = _parser()
     argv = list(sys.argv[1:] if argv is None else argv)
     if tuple(argv[:2]) in _TWO_WORDS:
@@ -86,7 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--images-per-prompt", metavar="N", type=_positive, help="default: the recipe's")
     sub = command(_eval_geneval, "score images on GenEval, from a folder or made first", recipe=False)
     images = sub.add_mutually_exclusive_group(required=True)
-    images.add_argument("--images", metavar="DIR", type=Path, help="00000/metadata.jsonl and 00000/samples/*.png")
+    images.add_argument(
+        "--images",
+        metavar="DIR",
+        type=Path,
+        help="00000/metadata.jsonl and 00000/samples/*.png; golden: twelve bundled drawings",
+    )
     images.add_argument("--model", metavar="MODEL|RECIPE", help="make the images with it, in --output")
     sub.add_argument("overrides", metavar="key=value", nargs="*", help="settings of the RECIPE")
     sub.add_argument(
@@ -155,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("reward", metavar="NAME|module:function", help="as in a recipe's `rewards`")
     sub.add_argument("--host", metavar="HOST", default="127.0.0.1", help="default 127.0.0.1; 0.0.0.0 is everywhere")
     sub.add_argument("--port", metavar="N", type=int, default=8000, help="default 8000; 0 takes a free one")
+    sub.add_argument("--device", metavar="NAME", help="of the images, such as cuda:1 or cpu; default: the accelerator")
     sub.add_argument("--max-images", metavar="N", type=_positive, help="in a request; default 64")
     sub.add_argument("--max-pixels", metavar="N", type=_positive, help="of an image; default 2097152")
     sub.add_argument("--max-bytes", metavar="N", type=_positive, help="of a request; default 67108864")
@@ -252,7 +260,7 @@ def _eval_geneval(args: argparse.Namespace) -> int:
     with _usage():
         state = geneval.processes()
     device = args.device or str(state.device)
-    folder = args.images or args.output / "images"
+    folder = geneval.GOLDEN if str(args.images) == "golden" else args.images or args.output / "images"
     source = args.prompts or geneval.DEFAULT_PROMPTS.get(args.detector, "geneval")
 
     def work(classes: Sequence[str]) -> list[Any]:
@@ -475,8 +483,8 @@ def _serve_reward(args: argparse.Namespace) -> int:
     token = os.environ.get("FLOWRL_REWARD_TOKEN")  # not an option: a command line can be read by other users
     with _usage():
         limits = Limits(**{k: v for k, v in given.items() if v is not None})
-        server = RewardServer(args.reward, args.host, args.port, token, limits)
-    if not token and args.host not in ("127.0.0.1", "localhost"):
+        server = RewardServer(args.reward, args.host, args.port, token, limits, args.device)
+    if not server.token and args.host not in ("127.0.0.1", "localhost"):
         print("anyone who reaches this port can use it: set FLOWRL_REWARD_TOKEN here and for training", file=sys.stderr)
     server.serve()
     return 0

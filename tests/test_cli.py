@@ -118,6 +118,18 @@ def test_the_module_runs():
         assert command in done.stdout
 
 
+def test_a_function_in_the_working_directory_is_found(tmp_path, monkeypatch, capsys):
+    from flowrl.rewards import resolve
+
+    (tmp_path / "rewards_of_mine.py").write_text("def half(images, prompts):\n    return [0.5] * len(prompts)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ValueError, match="cannot load reward"):
+        resolve("rewards_of_mine:half")
+    assert main(["recipes"]) == 0
+    assert resolve("rewards_of_mine:half")(None, ["p"]) == [0.5]
+
+
 def test_recipes(capsys):
     assert main(["recipes"]) == 0
     text = capsys.readouterr().out

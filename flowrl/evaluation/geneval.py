@@ -183,10 +183,9 @@ def golden_check(judge: Judge, device: torch.device | str = "cpu") -> str:
 
 
 def _bundled() -> Iterator[tuple[str, np.ndarray, dict[str, Any], bool]]:
-    for line in (GOLDEN / "metadata.jsonl").read_text(encoding="utf-8").splitlines():
-        metadata = parse_metadata(line)
-        with Image.open(GOLDEN / metadata["file"]) as image:
-            yield metadata["file"], np.asarray(image.convert("RGB")), metadata, metadata["correct"]
+    for sample in read_folder(GOLDEN):
+        with Image.open(GOLDEN / sample.file) as image:
+            yield sample.file, np.asarray(image), sample.metadata, sample.metadata["correct"]
 
 
 # -------------------------------------------------------------------------------------------------- the folder

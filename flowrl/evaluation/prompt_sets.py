@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from flowrl.rewards import vlm_judge
 
 Entry: TypeAlias = dict[str, Any]
 Ask: TypeAlias = Callable[[Any, Sequence[Any]], Sequence[float]]
@@ -61,9 +62,8 @@ def geneval2(path: str | Path) -> list[Entry]:
 def soft_tifa(probabilities: Sequence[float]) -> dict[str, float]:
     """Soft-TIFA of one image from the probability of each right answer: "am", their mean, for atoms, and "gm", the
     geometric mean, 0 if any is 0, for the prompt. The benchmark averages each over prompts and multiplies by 100."""
-    p = _probabilities(probabilities)
-    gm = math.exp(sum(map(math.log, p)) / len(p)) if all(p) else 0.0
-    return {"am": sum(p) / len(p), "gm": gm}
+    am, gm = vlm_judge.soft_tifa(_probabilities(probabilities))
+    return {"am": am, "gm": gm}
 
 
 def geneval2_score(image: Any, entry: Mapping[str, Any], ask: Ask) -> dict[str, Any]:

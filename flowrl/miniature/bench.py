@@ -84,7 +84,7 @@ VARIANTS: dict[str, Variant] = {
             (2.2, 3.0),
         ),
         Variant("superflow", "shapes-flow-grpo", (_TWO, "objective=SuperFlow"), *_KL),
-        Variant("diffusion-nft", "shapes-nft", (), "objective.nft_beta", (0.1, 1.0)),
+        Variant("diffusion-nft", "shapes-nft", (), "objective.nft_beta", (1.0, 0.1)),
         Variant("cps", "shapes-flow-grpo", (_TWO, "sampler=CPS"), *_KL),
         Variant("dance", "shapes-flow-grpo", (_TWO, "sampler=DanceSDE"), *_KL),
         Variant("fast", "shapes-flow-grpo", (_TWO, "sampler.plan={name: Window, size: 2, start_range: [0, 6]}"), *_KL),
@@ -95,6 +95,7 @@ VARIANTS: dict[str, Variant] = {
 SAMPLERS = ("flow-grpo", "cps", "dance", "fast", "mix")  # the rest are objectives, and so is the first
 LEARNING_RATES = (1e-4, 3e-4, 1e-3)
 TUNING_SHARE = 0.25  # of the budget of forwards
+TIE = 0.02  # about the standard error of a setting's score
 TUNING_PROMPTS = f"{__name__}:tuning_prompts"
 
 
@@ -352,15 +353,19 @@ def search(
 def choose(output: Path, jobs: Sequence[Job], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The best setting of every variant that was searched; added to `output/tuning.json`, which is returned.
 
-    A setting's score is the mean of the evaluations in the second half of its run; one that failed is never chosen.
-    Returns variant -> `chosen`, `tried`.
+    A setting's score is the mean of the evaluations in the second half of its run; one that failed is never chosen. Of
+    settings within `TIE` of the best, which a run this short cannot tell apart, the lowest learning rate wins, then the
+    higher score. Returns variant -> `chosen`, `tried`.
     """
     tuning = _read(output / "tuning.json") or {}
     for name in dict.fromkeys(job.variant.name for job in jobs):
         pairs = [(j, r) for j, r in zip(jobs, records, strict=True) if j.variant.name == name]
         tried = [_tried(record, job.budget) for job, record in pairs]
-        best = max(tried, key=lambda t: -1.0 if t["score"] is None else t["score"])
-        tuning[name] = {"chosen": best["setting"] if best["score"] is not None else {}, "tried": tried}
+        worked = [t for t in tried if t["score"] is not None]
+        top = max((t["score"] for t in worked), default=0.0)
+        close = [t for t in worked if t["score"] >= top - TIE]
+        close.sort(key=lambda t: (t["setting"]["training.learning_rate"], -t["score"]))
+        tuning[name] = {"chosen": close[0]["setting"] if close else {}, "tried": tried}
     _write(output / "tuning.json", tuning)
     return tuning
 

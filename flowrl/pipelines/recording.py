@@ -169,8 +169,10 @@ class DiffusersPolicy:
         """The pipeline's own `encode_prompt`, one row per entry, cached by text."""
         guided = self.family.doubled_guidance and guidance_scale > 1
         missing = list(dict.fromkeys(p.text for p in prompts if (p.text, guided) not in self._cache))
+        # The pipeline would walk through all its modules to find the device, for every text.
+        options = self.options | ({"device": self.pipe._execution_device} if missing else {})
         for text in missing:  # one at a time: in a batch the last bits depend on the company
-            arguments = self.family.encode(self.pipe, [text], self.negative_prompt if guided else None, self.options)
+            arguments = self.family.encode(self.pipe, [text], self.negative_prompt if guided else None, options)
             self._cache[text, guided] = {k: v[0] for k, v in arguments.items()}
         rows = [self._cache[p.text, guided] for p in prompts]
         return Conditioning({k: torch.stack([r[k] for r in rows]) for k in rows[0]})

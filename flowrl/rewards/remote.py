@@ -95,7 +95,7 @@ class RemoteReward:
 
     def check_columns(self, available: Iterable[str]) -> None:
         """Ask each server, once, what it runs: raises ValueError when the prompts lack a column it needs, and
-        FingerprintError. A server that does not answer is left to the first batch."""
+        FingerprintError. A server that does not answer is left to `self_test` and the first batch."""
         if self.required is None:
             self.required = set()
             self._describe_all()

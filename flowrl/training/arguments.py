@@ -18,7 +18,7 @@ class TrainingArguments:
         prompts_per_iteration: P, distinct prompts drawn each iteration.
         group_size: G >= 2, samples per prompt.
         updates_per_iteration: optimizer steps on each rollout, each on its own share of the samples.
-        sample_batch_size: samples per pipeline call and process. Memory only.
+        sample_batch_size: samples per pipeline call and process, and images per call of a reward. Memory only.
         micro_batch_size: samples per forward and backward and process. Memory only.
         learning_rate, adam_beta1, adam_beta2, weight_decay, adam_epsilon: AdamW.
         lr_scheduler, warmup_updates: a name of diffusers' `get_scheduler`, over all updates of the run.

@@ -76,6 +76,14 @@ def test_scenes_of_other_prompts_score_lower():
     assert shapes_official(images, [m["prompt"] for m in shifted], **columns).values.mean() < 0.2
 
 
+def test_the_rewards_know_a_right_scene_from_a_wrong_one():
+    from flowrl.rewards import RewardSet
+
+    rewards = RewardSet(["shapes", "shapes_official"])
+    assert rewards.self_test() == {"shapes": (1.0, 0.5), "shapes_official": (1.0, 0.0)}
+    assert rewards.range == (0.0, 2.0)
+
+
 def test_prompts_are_genevals_grammar_and_the_split_is_disjoint():
     train, test = world.train_prompts(), world.held_out_prompts()
     for entry in train + test:

@@ -381,7 +381,7 @@ class Colours:
 def test_self_test_ranks_the_known_pair(monkeypatch):
     monkeypatch.setattr(clip_family, "load", lambda model, weights: Colours([1.0, 0.0, 0.0]))
     found = RewardSet({"clipscore": 1.0, "jpeg_compressibility": 0.0}).self_test()
-    assert list(found) == ["clipscore"] and found["clipscore"][0] > found["clipscore"][1]
+    assert list(found) == ["clipscore", "jpeg_compressibility"] and found["clipscore"][0] > found["clipscore"][1]
     # A reward derived from it is tested at its source, whatever the sign of the scale.
     assert RewardSet([scaled("hpsv2_1", -1.0), RewardSet("clipscore")]).self_test().keys() == {"hpsv2_1", "clipscore"}
     monkeypatch.setattr(clip_family, "load", lambda model, weights: Colours([0.0, 0.0, 1.0]))

@@ -19,11 +19,12 @@ from flowrl.rewards.geneval_parts.pretrained import coco_classes
 from flowrl.rewards.geneval_parts.yolov3_tiny import Darknet, YOLOv3Tiny, parse
 
 GOLDEN = Path(flowrl.__file__).parent / "evaluation" / "golden"
-RECORDS = [json.loads(line) for line in (GOLDEN / "metadata.jsonl").read_text().splitlines()]
+FOLDERS = sorted(path for path in GOLDEN.iterdir() if path.name.isdigit())
+RECORDS = [json.loads((path / "metadata.jsonl").read_text()) for path in FOLDERS]
 
 
-def picture(record):
-    pixels = np.array(Image.open(GOLDEN / record["file"]).convert("RGB"))
+def picture(number):
+    pixels = np.array(Image.open(FOLDERS[number] / "samples" / "00000.png"))
     return torch.from_numpy(pixels).permute(2, 0, 1) / 255
 
 
@@ -38,21 +39,21 @@ def detector():
 
 
 def test_the_golden_set_is_small_and_has_a_right_and_a_wrong_scene_per_task():
-    files = sorted(GOLDEN.glob("*.png"))
-    assert [record["file"] for record in RECORDS] == [file.name for file in files]
-    assert sum(file.stat().st_size for file in files) < 200_000
+    files = sorted(GOLDEN.rglob("*.png"))
+    assert [file.parent.parent.name for file in files] == [f"{i:05d}" for i in range(12)] == [f.name for f in FOLDERS]
+    assert sum(file.stat().st_size for file in files) < 300_000
     assert {(r["tag"], r["correct"]) for r in RECORDS} == {(tag, truth) for tag in TASKS for truth in (True, False)}
-    for record in RECORDS:
+    for record, file in zip(RECORDS, files, strict=True):
         parse_metadata(record)
-        assert Image.open(GOLDEN / record["file"]).size == (416, 416)
+        assert Image.open(file).size == (416, 416) and Image.open(file).mode == "RGB"
     scenes = runpy.run_path(str(GOLDEN / "make.py"))["SCENES"]
-    assert [{"file": f"{i:05d}.png", **record} for i, (record, _) in enumerate(scenes)] == RECORDS
+    assert [record for record, _ in scenes] == RECORDS
 
 
 def test_real_weights_decide_the_golden_scenes_as_written(detector):
     columns = {key: [record[key] for record in RECORDS] for key in ("tag", "include", "exclude")}
     rewards = RewardSet(GenEvalReward(detector, HSVColors(), variant="official"))
-    scores = rewards.score(torch.stack(list(map(picture, RECORDS))), [r["prompt"] for r in RECORDS], columns)
+    scores = rewards.score(torch.stack(list(map(picture, range(12)))), [r["prompt"] for r in RECORDS], columns)
     reasons = scores.details["geneval"]["reason"]
     wrong = [(r, why) for r, why, got in zip(RECORDS, reasons, scores.total, strict=True) if got != r["correct"]]
     assert not wrong
@@ -60,12 +61,12 @@ def test_real_weights_decide_the_golden_scenes_as_written(detector):
 
 
 def test_boxes_are_in_pixels_of_the_image(detector):
-    laptop, clock = detector(picture(RECORDS[9])[None])[0][:2]
+    laptop, clock = detector(picture(9)[None])[0][:2]
     assert [GENEVAL_CLASSES[d.class_index] for d in (laptop, clock)] == ["laptop", "clock"] and laptop.score > 0.9
     # The drawing is 170 px wide around 110.
     assert np.allclose(laptop.box[::2], (25, 195), atol=12) and laptop.mask is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert detector(picture(RECORDS[9])[None])[0][0].score == pytest.approx(laptop.score, abs=1e-5)
+        assert detector(picture(9)[None])[0][0].score == pytest.approx(laptop.score, abs=1e-5)
 
 
 class FindsWhite(torch.nn.Module):
@@ -94,7 +95,7 @@ def test_images_are_fitted_into_a_grey_square(detector, size, monkeypatch):
 
 
 def test_a_batch_is_scored_like_its_images_and_a_blank_has_nothing(detector):
-    images = torch.stack([picture(RECORDS[4]), torch.full((3, 416, 416), 0.5)])
+    images = torch.stack([picture(4), torch.full((3, 416, 416), 0.5)])
     together, alone = detector(images), detector(images[:1])
     assert not together[1] and len(together[0]) == 2
     for a, b in zip(together[0], alone[0], strict=True):
