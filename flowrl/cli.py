@@ -260,7 +260,8 @@ def _eval_geneval(args: argparse.Namespace) -> int:
     with _usage():
         state = geneval.processes()
     device = args.device or str(state.device)
-    folder = geneval.GOLDEN if str(args.images) == "golden" else args.images or args.output / "images"
+    golden_set = str(args.images) == "golden" and not args.images.is_dir()
+    folder = geneval.GOLDEN if golden_set else args.images or args.output / "images"
     source = args.prompts or geneval.DEFAULT_PROMPTS.get(args.detector, "geneval")
 
     def work(classes: Sequence[str]) -> list[Any]:
@@ -322,9 +323,10 @@ def _eval_parity(args: argparse.Namespace) -> int:
                 raise ValueError(f"level {n} needs {' and '.join(missing[n])}")
         if not chosen:
             raise ValueError("nothing to compare: give --original, --dump or --results")
-        results = {n: levels[n][1]() for n in chosen}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        results, kept = {}, parity.earlier(args.output)
+        for n in chosen:
+            results[n] = kept[str(n)] = levels[n][1]()
+            parity.keep(args.output, kept)
     if args.json:
         _print_json(results)
     else:
@@ -333,13 +335,15 @@ def _eval_parity(args: argparse.Namespace) -> int:
             print(f"level {n}: {'passed' if facts.pop('passed') else 'FAILED'}  {facts}")
         if 4 in results:
             print(f"\n{_table([{k: v for k, v in row.items() if k != 'interval'} for row in results[4]['tasks']])}")
+        for n, names in missing.items():
+            if names and n not in chosen:
+                print(f"level {n}: not run, it needs {' and '.join(names)}")
         print(f"\n{args.output}")
     return 0 if all(result["passed"] for result in results.values()) else 1
 
 
 def _sample(args: argparse.Namespace) -> int:
     import torch
-    from accelerate import PartialState
     from PIL import Image
 
     from flowrl import recipes
@@ -349,13 +353,14 @@ def _sample(args: argparse.Namespace) -> int:
     from flowrl.training.trainer import EVALUATION
 
     with _usage():
+        device = _alone()
         if not recipes.is_recipe(args.recipe) and is_model(args.recipe):
             _refuse_training_checkpoint(args.checkpoint)
             policy, weights = load_policy(ModelConfig.of(args.recipe), None, args.checkpoint), "policy"
             sampler = stock_sampler(policy.pipe)
         else:
             policy, sampler, weights = _recipe_policy(args.recipe, [], args.checkpoint)
-    policy.pipe.to(PartialState().device)
+    policy.pipe.to(device)
     prompts = [Prompt(i, text) for i, text in enumerate(args.prompt) for _ in range(args.count)]
     members = list(range(args.count)) * len(args.prompt)
     with policy.use(weights):
@@ -460,8 +465,8 @@ def _score(args: argparse.Namespace) -> int:
     from flowrl.evaluation import score
 
     with _usage():
-        if args.output is not None and args.output.suffix not in (".jsonl", ".csv"):
-            raise ValueError(f"--output must be a .jsonl or .csv file, not {args.output}")
+        _alone()
+        score.check_output(args.output)
         images = score.read_folder(args.folder, args.prompts, args.prompt)
         rewards = score.rewards_for(args.rewards, images)
     rows = score.score_images(images, rewards, args.output, batch_size=args.batch_size)
@@ -504,6 +509,16 @@ def _trainer(args: argparse.Namespace, checkpoint: Path | None = None) -> tuple[
         if training:
             trainer.load_checkpoint(checkpoint)
     return recipe, trainer
+
+
+def _alone() -> Any:
+    """The accelerator, for a command that several processes would all carry out and write."""
+    from flowrl.evaluation.geneval import processes
+
+    state = processes()
+    if state.num_processes > 1:
+        raise ValueError("this command works in one process: start it without torchrun or accelerate launch")
+    return state.device
 
 
 def _recipe_policy(name: str, overrides: Sequence[str], checkpoint: Path | None) -> tuple[Any, Any, Any]:
@@ -556,7 +571,7 @@ def _image_source(args: argparse.Namespace, device: Any) -> tuple[Any, dict[str,
         draw = generation.from_policy(policy, sampler, seed, weights)
     named = {k: getattr(args, k) for k in ("model", "overrides", "steps", "guidance_scale", "dtype")}
     checkpoint = args.checkpoint and str(args.checkpoint)
-    files = geneval.stamp(args.checkpoint or args.model)
+    files = [geneval.stamp(path) for path in (args.model, args.checkpoint) if path]
     count = args.images_per_prompt or 4
     return draw, {**named, "checkpoint": checkpoint, "files": files, "seed": seed, "images_per_prompt": count}
 
@@ -636,6 +651,6 @@ def _how_to_load(trainer: Trainer, recipe: Recipe, folder: Path) -> str:
     return (
         f"from diffusers import {name}\n"
         f'pipe = {name}.from_pretrained("{base}"{options})\n{then}'
-        f'image = pipe("{prompt}", num_inference_steps={trainer.eval_sampler.steps}, '
+        f"image = pipe({prompt!r}, num_inference_steps={trainer.eval_sampler.steps}, "
         f"guidance_scale={trainer.eval_sampler.guidance_scale}, max_sequence_length={length}).images[0]"
     )

@@ -126,7 +126,9 @@ def begin(folder: str | Path, prompts: Sequence[Prompt], settings: Mapping[str, 
     state.wait_for_everyone()
     if state.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / SETTINGS).write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        temporary = (folder / SETTINGS).with_suffix(".tmp")
+        temporary.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, folder / SETTINGS)
         for p in prompts:
             (_folder(folder, p) / "samples").mkdir(parents=True, exist_ok=True)
             (_folder(folder, p) / "metadata.jsonl").write_text(json.dumps(p.metadata), encoding="utf-8")

@@ -17,8 +17,9 @@ import io
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -138,10 +140,12 @@ class Judge:
         return {**decision, "detections": detections}
 
 
-def stamp(folder: str | Path) -> str | None:
-    """A hash of the names, sizes and times of the files below a folder, to notice that they changed; None if none."""
-    files = sorted(p for p in Path(folder).rglob("*") if p.is_file()) if Path(folder).is_dir() else []
-    facts = [f"{p.relative_to(folder)} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in files]
+def stamp(path: str | Path) -> str | None:
+    """A hash of the names, sizes and times of a file or of those below a folder, to notice that they changed; None if
+    there are none."""
+    path = Path(path).expanduser()
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    facts = [f"{p.relative_to(path)} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in files]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16] if facts else None
 
 
@@ -274,26 +278,24 @@ def evaluate(
 
     A record: prompt (number), tag, file, text, sha256 (of the file's bytes), judge (its identity), metadata, and what
     `Judge` gives. Those that an earlier run left under the same judge, for the same bytes and metadata, are kept.
-    With several processes (`accelerate launch`, `torchrun`) each judges every n-th image; `output` must be a folder
-    that all of them see. Processes other than the main one return [].
+    With several processes (`accelerate launch`, `torchrun`) each judges every n-th image that is left; `output` must be
+    a folder that all of them see. Processes other than the main one return [].
+    Raises ValueError on a broken results file, RuntimeError when the results of other processes do not appear.
     """
     folder, output, state = Path(folder), Path(output), processes()
+    known: dict[str, Record] = {}
+    stale: list[int] = []
     if state.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
-        earlier = _read_records(output)
-        _write_lines(output / RESULTS, earlier.values())
-        for part in output.glob("images.rank-*.jsonl"):
-            part.unlink()
-    state.wait_for_everyone()
-    known = _read_records(output)
-    # Nobody writes a part before all have read: an old part must not be taken for a new one.
-    state.wait_for_everyone()
+        known = _merge_parts(output, _read_records(output).values())
+        stale = [i for i, s in enumerate(samples) if not _still_holds(known.get(s.file), s, folder, judge)]
+    # One list for all, also where a shared folder shows itself late; nobody writes a part before the old ones are gone.
+    (stale,) = broadcast_object_list([stale])
 
-    share = samples[state.process_index :: state.num_processes]
-    stale = [s for s in share if not _still_holds(known.get(s.file), s, folder, judge)]
-    bar = tqdm(total=len(share), initial=len(share) - len(stale), desc="judging", disable=not state.is_main_process)
+    mine = [samples[i] for i in stale[state.process_index :: state.num_processes]]
+    bar = tqdm(total=len(mine), desc="judging", disable=not state.is_main_process)
     with bar, (output / f"images.rank-{state.process_index}.jsonl").open("w", encoding="utf-8") as file:
-        for chunk in _batches(folder, stale, batch_size):
+        for chunk in _batches(folder, mine, batch_size):
             rows, hashes, images = zip(*chunk, strict=True)
             decisions = judge(torch.stack(images).to(device), [s.metadata for s in rows])
             for s, sha256, decision in zip(rows, hashes, decisions, strict=True):
@@ -306,10 +308,13 @@ def evaluate(
     if not state.is_main_process:
         return []
     found = _read_records(output)
+    if lost := [name for name in (samples[i].file for i in stale) if found.get(name) == known.get(name)]:
+        raise RuntimeError(
+            f"the results of {len(lost)} images, such as {lost[0]}, are not in {output}: it must be a folder that all "
+            "processes see. What is there is kept; run the command again"
+        )
     records = [found[s.file] for s in samples]
-    _write_lines(output / RESULTS, records)
-    for part in output.glob("images.rank-*.jsonl"):
-        part.unlink()
+    _merge_parts(output, records)
     return records
 
 
@@ -319,7 +324,9 @@ def processes() -> PartialState:
     Raises RuntimeError when it sees another number of them: each would do the whole work.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    state = PartialState(cpu=launched > 1 and not torch.accelerator.is_available())  # else torchrun on CPU is ignored
+    cpu = launched > 1 and not torch.accelerator.is_available()  # else torchrun on CPU is ignored
+    # Processes wait for the slowest one; a failed one is the launcher's to notice.
+    state = PartialState(cpu, timeout=timedelta(days=1))
     if state.num_processes != launched:
         raise RuntimeError(
             f"the launcher started {launched} processes and accelerate sees {state.num_processes}: unset ACCELERATE_* "
@@ -359,7 +366,8 @@ def _read_records(output: Path) -> dict[str, Record]:
     """File -> its newest record. A last line cut short by a crash is left out."""
     records: dict[str, Record] = {}
     for path in [output / RESULTS, *sorted(output.glob("images.rank-*.jsonl"))]:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        # Only a newline ends a line: texts may hold U+2028 and its like.
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n") if path.is_file() else []
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
@@ -370,10 +378,16 @@ def _read_records(output: Path) -> dict[str, Record]:
     return records
 
 
-def _write_lines(path: Path, records: Any) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
-    os.replace(temporary, path)
+def _merge_parts(output: Path, records: Iterable[Record]) -> dict[str, Record]:
+    """Write the records as the results file, then remove the processes' parts; returns them by file."""
+    merged = {record["file"]: record for record in records}
+    temporary = output / "images.tmp"
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in merged.values())
+    temporary.write_text("".join(lines), encoding="utf-8")
+    os.replace(temporary, output / RESULTS)
+    for part in output.glob("images.rank-*.jsonl"):
+        part.unlink()
+    return merged
 
 
 # ------------------------------------------------------------------------------------------------------ results
@@ -394,9 +408,8 @@ def summary(records: Sequence[Record], judge: Judge, golden: str) -> dict[str, A
             means = {k: float(np.mean([r[k] for r in rows])) for k in ("correct", "exact", "score")}
             tasks.append({"task": task, "prompts": len({r["prompt"] for r in rows}), "images": len(rows), **means})
     per_prompt = Counter(r["prompt"] for r in records)
-    texts = {r["prompt"]: r["text"] for r in records}
-    official = dict(enumerate(prompt["prompt"] for prompt in benchmark_prompts()))
-    benchmark = texts == official and set(per_prompt.values()) == {4}
+    asked = {r["prompt"]: {k: r["metadata"][k] for k in ("tag", "prompt", "include", "exclude")} for r in records}
+    benchmark = asked == dict(enumerate(benchmark_prompts())) and set(per_prompt.values()) == {4}
     return {
         "overall": table["overall"],
         "tasks": tasks,

@@ -52,6 +52,26 @@ SHOWN = 20  # disagreements listed in a result
 RESAMPLES = 2000
 
 
+def earlier(path: str | Path) -> dict[str, Any]:
+    """The results in a file of earlier levels, by level; none where there is no file. Raises ValueError if the file is
+    another one."""
+    path = Path(path)
+    try:
+        results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        results = None
+    if not isinstance(results, dict) or not set(results) <= set("01234"):
+        raise ValueError(f"{path} is there and holds no results of parity: give another --output")
+    return results
+
+
+def keep(path: str | Path, results: Mapping[str, Any]) -> None:
+    """Write results by level, for `earlier`."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dict(sorted(results.items())), indent=2, ensure_ascii=False)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
 # ----------------------------------------------------------------------------------------------- level 0: logic
 
 
@@ -213,8 +233,11 @@ def _as_mmdet(detections: Sequence[Detection], colors: Sequence[str]) -> tuple[l
 
 
 def _same_prompts(path: Path, prompts: Sequence[Mapping[str, Any]]) -> bool:
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [{"exclude": [], **line} for line in lines] == list(prompts)
+    return [{"exclude": [], **line} for line in _json_lines(path)] == list(prompts)
+
+
+def _json_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
 # ------------------------------------------------------------------- levels 1 to 3: the parts, from a dump of mmdet
@@ -310,7 +333,9 @@ def colors(dump: str | Path, classifier: Any, device: str = "cpu") -> dict[str, 
     path = Path(dump) / "colors.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{dump} holds no colors.jsonl: write it with benchmarks/geneval_dump.py")
-    crops = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    crops = _json_lines(path)
+    if not crops:
+        raise ValueError(f"{path} holds no crops: the original saw no object in the images it was given")
     differing = []
     for crop in crops:
         with Image.open(Path(dump) / crop["crop"]) as image:
@@ -403,7 +428,9 @@ def _read_results(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"no results file {path}")
     results = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             file = Path(row.get("filename") or row["file"])

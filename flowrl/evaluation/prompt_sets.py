@@ -13,6 +13,7 @@ the published scripts.
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -83,8 +84,8 @@ def dpg_bench(path: str | Path, skip_first: bool = True) -> list[Entry]:
     "parents" (ids of the questions it depends on) and "category" (entity, attribute, ...).
 
     skip_first: leave out the first row of data, as the published script does by mistake, so that scores compare; the
-    first item then lacks a question, and a parent that is not asked counts as yes. Raises ValueError naming the line
-    that is not so, FileNotFoundError.
+    first item then lacks a question, and a parent that is not asked counts as yes (the published script fails on an
+    item with such a parent, and leaves it out). Raises ValueError naming the line that is not so, FileNotFoundError.
     """
     columns = ("item_id", "text", "proposition_id", "dependency", "tuple", "question_natural_language")
     items: dict[str, Entry] = {}
@@ -148,21 +149,26 @@ def dpg_score(images: Sequence[Any], entry: Mapping[str, Any], ask: Ask) -> dict
 def compbench(folder: str | Path, split: str = "val") -> list[Entry]:
     """T2I-CompBench++ (Huang et al. 2025), a folder with `CATEGORY_SPLIT.txt`: prompt, tag (the category) and, of
     "complex", kind: "spatial" or "action" for texts in `complex_SPLIT_spatial.txt` or `complex_SPLIT_action.txt`, else
-    "spatial_action".
+    "spatial_action". As in the published script, those texts are compared up to the first full stop, in lower case.
 
     Raises FileNotFoundError naming a missing file.
     """
     folder = Path(folder)
-    kinds = {kind: set(_lines(folder / f"complex_{split}_{kind}.txt")) for kind in ("spatial", "action")}
+    files = {kind: folder / f"complex_{split}_{kind}.txt" for kind in ("spatial", "action")}
+    kinds = {kind: {_sentence(text) for text in _lines(file)} for kind, file in files.items()}
     entries: list[Entry] = []
     for category in COMPBENCH:
         for prompt in _lines(folder / f"{category}_{split}.txt"):
             entry: Entry = {"prompt": prompt, "tag": category}
             if category == "complex":
-                named = [kind for kind, texts in kinds.items() if prompt in texts]
+                named = [kind for kind, texts in kinds.items() if _sentence(prompt) in texts]
                 entry["kind"] = named[0] if named else "spatial_action"
             entries.append(entry)
     return _some(entries, folder)
+
+
+def _sentence(text: str) -> str:
+    return text.partition(".")[0].lower()
 
 
 def compbench_complex(kind: str, attribute: float, spatial: float, action: float) -> float:
@@ -200,7 +206,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _rows(path: str | Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    reader = csv.DictReader(_text(path).splitlines(keepends=True))
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""))
     if missing := set(columns) - set(reader.fieldnames or ()):
         raise ValueError(f"{path} has no column {', '.join(sorted(missing))}; it has {reader.fieldnames}")
     rows = list(reader)

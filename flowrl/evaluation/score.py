@@ -33,6 +33,7 @@ from flowrl.training.prompts import PromptSet, columns_of
 
 log = logging.getLogger(__name__)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+WAITING = 8  # batches' worth of images that wait for others of their size
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # with 8 bits a channel
 
 
@@ -151,7 +152,9 @@ def score_images(
     accelerator). An image that cannot be read is invalid for every reward. Raises ValueError on another suffix,
     RewardError as `RewardSet.score` does.
     """
+    check_output(output)
     device = str(PartialState().device) if device is None else device
+    rewards.self_test(device)  # before an earlier output is written over
     keys, columns = ["file_name", "prompt", *rewards.weights, "reason"], _columns(images)
     rows: dict[int, dict[str, Any]] = {}
     with _rows_to(output, keys) as write, tqdm(total=len(images), desc="score", dynamic_ncols=True) as bar:
@@ -163,7 +166,6 @@ def score_images(
             write(rows[index])
             bar.update()
 
-        rewards.self_test(device)
         for batch in _batches(images, batch_size, lambda index, reason: add(index, {"reason": reason})):
             pixels = torch.from_numpy(np.stack([pixels for _, pixels in batch])).to(device)
             prompts = [images[index].prompt for index, _ in batch]
@@ -175,7 +177,7 @@ def score_images(
 def _batches(
     images: Sequence[FolderImage], size: int, unreadable: Callable[[int, str], None]
 ) -> Iterator[list[tuple[int, np.ndarray]]]:
-    """(index, pixels) of images that have one size."""
+    """(index, pixels) of images that have one size; fewer than `size` where too many sizes wait."""
     waiting: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
     for index, image in enumerate(images):
         try:
@@ -187,6 +189,8 @@ def _batches(
         batch.append((index, pixels))
         if len(batch) == size:
             yield waiting.pop(pixels.shape)
+        elif sum(map(len, waiting.values())) >= WAITING * size:
+            yield waiting.pop(max(waiting, key=lambda shape: len(waiting[shape])))
     yield from waiting.values()
 
 
@@ -205,6 +209,12 @@ def _values(
         yield {k: None if k in lost else v for k, v in values.items()} | {"reason": "; ".join(reasons) or None}
 
 
+def check_output(output: str | Path | None) -> None:
+    """Raises ValueError for a file that is neither `.jsonl` nor `.csv`."""
+    if output is not None and Path(output).suffix not in (".jsonl", ".csv"):
+        raise ValueError(f"the output must be a .jsonl or .csv file, not {output}")
+
+
 @contextlib.contextmanager
 def _rows_to(output: str | Path | None, keys: Sequence[str]) -> Iterator[Callable[[dict[str, Any]], None]]:
     """What writes a row to the file, or nowhere."""
@@ -212,8 +222,6 @@ def _rows_to(output: str | Path | None, keys: Sequence[str]) -> Iterator[Callabl
         yield lambda row: None
         return
     path = Path(output)
-    if path.suffix not in (".jsonl", ".csv"):
-        raise ValueError(f"the output must be a .jsonl or .csv file, not {path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         if path.suffix == ".csv":

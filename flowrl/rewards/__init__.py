@@ -4,7 +4,6 @@ from flowrl.rewards.base import (
     Reward,
     RewardError,
     RewardOutput,
-    RewardSet,
     Scores,
     names,
     quantise,
@@ -20,6 +19,7 @@ from flowrl.rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
 from flowrl.rewards.ocr import OCRReward
 from flowrl.rewards.quality import BrisqueReward
 from flowrl.rewards.remote import FingerprintError, RemoteReward
+from flowrl.rewards.reward_set import RewardSet
 from flowrl.rewards.server import RewardServer
 from flowrl.rewards.vlm_client import ChatClient, JudgeError
 from flowrl.rewards.vlm_judge import SoftTIFA, VQAScore

@@ -1,11 +1,12 @@
 """Where rewards that wait for servers are called: on one event loop, or in threads, beside the caller."""
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import os
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,7 +41,9 @@ def _start() -> _Runner:
 
     def serve() -> None:
         with torch.no_grad():  # grad mode is per thread
-            loop.run_forever()
+            while True:
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a reward: its caller gets it
+                    loop.run_forever()
 
     thread = threading.Thread(target=serve, name="flowrl-rewards", daemon=True)
     thread.start()
@@ -92,8 +95,24 @@ def when_all(answers: Sequence[Any], then: Callable[[list], T]) -> T | Awaitable
         return then(list(answers))
 
     async def later() -> T:
-        come = iter(await asyncio.gather(*filter(inspect.isawaitable, answers)))
+        come = iter(await together(filter(inspect.isawaitable, answers)))
         with torch.enable_grad():  # as in `after`
             return then([next(come) if inspect.isawaitable(answer) else answer for answer in answers])
 
     return later()
+
+
+async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of what is run at once; when one raises, the others are ended first."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(tasks)
+
+
+async def cancel(tasks: Iterable[asyncio.Future]) -> None:
+    """End tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

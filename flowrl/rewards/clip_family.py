@@ -175,7 +175,7 @@ class AestheticReward(_TowerReward):
 
     @functools.cached_property
     def head(self) -> Callable[[Tensor], Tensor]:
-        head = linear_head(locate(self._head)) if isinstance(self._head, str | Path) else self._head
+        head = linear_head(locate(self._head, "head")) if isinstance(self._head, str | Path) else self._head
         return head.requires_grad_(False).eval() if isinstance(head, nn.Module) else head
 
     def value(self, image: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -1,5 +1,6 @@
 """Rewards made from other rewards."""
 
+import asyncio
 import hashlib
 import json
 import threading
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from flowrl.core import group_count, rank_in_group, vote
-from flowrl.rewards.base import GROUP, Reward, RewardOutput, RewardSet, Spec, _checked, _known, _name, quantise
-from flowrl.rewards.calling import when_all
+from flowrl.rewards.base import GROUP, Reward, RewardOutput, Spec, _known, _name, quantise
+from flowrl.rewards.calling import is_async, when_all
+from flowrl.rewards.reward_set import RewardSet, _checked
 
 PAIRS = 64  # compared in one call, so that not all pairs of a group are in memory at once
+CALLS = 4  # of an async comparison at once, for the same reason
 
 
 class _Derived:
@@ -285,14 +288,24 @@ def win_rate(compare: Callable[..., Any], both_orders: bool = True) -> Reward:
             for j, b in enumerate(rows)
             if i != j and (both_orders or (i < j) == (i + j) % 2)
         ]
-        answers = []
-        for i in range(0, len(pairs), PAIRS):
-            first, second = zip(*pairs[i : i + PAIRS], strict=True)
-            answers.append(compare(_take(images, first), _take(images, second), _take(prompts, first)))
+        slots = asyncio.Semaphore(CALLS)
+
+        def taken(part: Sequence[tuple[int, int]]) -> tuple:
+            first, second = zip(*part, strict=True)
+            return _take(images, first), _take(images, second), _take(prompts, first)
+
+        async def in_turn(part: Sequence[tuple[int, int]]):
+            async with slots:
+                return await compare(*await asyncio.to_thread(taken, part))
+
+        parts = [pairs[i : i + PAIRS] for i in range(0, len(pairs), PAIRS)]
+        answers = [in_turn(part) if waits else compare(*taken(part)) for part in parts]
         return when_all(answers, lambda answers: _win_rates(pairs, answers, len(prompts), both_orders))
 
+    waits = is_async(compare)
     settings = ["win_rate", _known(compare, _name(compare)), both_orders]
-    return _Derived(f"win_rate_{_name(compare)}", [], compute, settings, groupwise=True, range=(0.0, 1.0))
+    name = f"win_rate_{_name(compare)}"
+    return _Derived(name, [], compute, settings, waits=waits, groupwise=True, range=(0.0, 1.0))
 
 
 def _win_rates(pairs: list[tuple[int, int]], answers: list, n: int, both_orders: bool) -> RewardOutput:

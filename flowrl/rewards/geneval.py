@@ -41,6 +41,7 @@ RELATIONS = ("left of", "right of", "above", "below")
 SCORE_THRESHOLD = 0.3
 COUNTING_THRESHOLD = 0.9
 MAX_OBJECTS = 16  # per class
+NUMBERS = {2: "two", 3: "three", 4: "four"}
 POSITION_SHRINK = 0.1
 BENCHMARK_SHA256 = "55b6e3650e980c13daf30569eb666e000faf19bfc2b7b4cbe999fcdb7aa9d680"
 
@@ -345,7 +346,7 @@ def load_prompts(path: str | Path, classes: Sequence[str] = GENEVAL_CLASSES) -> 
     Raises ValueError naming file and line number of the first bad line, or that the file holds none.
     """
     prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             try:
                 prompts.append(parse_metadata(line, classes))
@@ -360,6 +361,37 @@ def _a(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
+def make_prompt(
+    tag: str, classes: Sequence[str], colors: Sequence[str] = (), relation: str = "", count: int = 2
+) -> dict[str, Any]:
+    """The benchmark's text and clauses for one prompt, as `parse_metadata` returns them.
+
+    classes, colors: in the order of the text, one or two as the task has them. relation: of the first class to the
+    second, for "position". count: 2, 3 or 4, for "counting". Raises ValueError on an unknown task.
+    """
+
+    def one(name: str, **more: Any) -> dict[str, Any]:
+        return {"class": name, "count": 1, **more}
+
+    exclude: list[dict[str, Any]] = []
+    if tag == "counting":
+        name = classes[0]
+        text = f"{NUMBERS[count]} {name}{'es' if name.endswith('s') else 's'}"
+        include, exclude = [{"class": name, "count": count}], [{"class": name, "count": count + 1}]
+    elif tag == "position":
+        a, b = classes
+        text = f"{_a(a)} {relation} {_a(b)}"
+        include = [one(b), one(a, position=[relation, 0])]
+    elif tag in ("colors", "color_attr"):
+        text = " and ".join(_a(f"{color} {name}") for color, name in zip(colors, classes, strict=True))
+        include = [one(name, color=color) for color, name in zip(colors, classes, strict=True)]
+    elif tag in ("single_object", "two_object"):
+        text, include = " and ".join(map(_a, classes)), [one(name) for name in classes]
+    else:
+        raise ValueError(f"unknown task {tag!r}; known: {', '.join(TASKS)}")
+    return {"tag": tag, "prompt": f"a photo of {text}", "include": include, "exclude": exclude}
+
+
 def benchmark_prompts() -> list[dict[str, Any]]:
     """The 553 prompts of the GenEval benchmark, drawn anew: 80, 99, 80, 94, 100, 100 in the order of `TASKS`.
 
@@ -370,34 +402,25 @@ def benchmark_prompts() -> list[dict[str, Any]]:
     names, n = GENEVAL_CLASSES, len(GENEVAL_CLASSES)
     drawn: list[dict[str, Any]] = []
 
-    def add(tag: str, text: str, include: list[dict[str, Any]], exclude: list[dict[str, Any]] | None = None) -> None:
-        record = {"tag": tag, "prompt": f"a photo of {text}", "include": include, "exclude": exclude or []}
+    def add(*parts: Any, **more: Any) -> None:
+        record = make_prompt(*parts, **more)
         if record not in drawn:
             drawn.append(record)
 
-    def one(name: str, **more) -> dict[str, Any]:
-        return {"class": name, "count": 1, **more}
-
     for i in rng.choice(n, size=n, replace=False):
-        add("single_object", _a(names[i]), [one(names[i])])
+        add("single_object", [names[i]])
     for _ in range(100):
-        a, b = (names[i] for i in rng.choice(n, size=2, replace=False))
-        add("two_object", f"{_a(a)} and {_a(b)}", [one(a), one(b)])
+        add("two_object", [names[i] for i in rng.choice(n, size=2, replace=False)])
     for _ in range(100):
-        a, k = names[rng.choice(n)], int(rng.integers(2, 4, endpoint=True))
-        text = f"{('two', 'three', 'four')[k - 2]} {a}{'es' if a.endswith('s') else 's'}"
-        add("counting", text, [{"class": a, "count": k}], [{"class": a, "count": k + 1}])
+        add("counting", [names[rng.choice(n)]], count=int(rng.integers(2, 4, endpoint=True)))
     for _ in range(100):  # a person has no colour, so index 0 is left out here and below
-        a, color = names[(rng.choice(n - 1) + 1) % n], COLORS[rng.choice(len(COLORS))]
-        add("colors", _a(f"{color} {a}"), [one(a, color=color)])
+        add("colors", [names[rng.choice(n - 1) + 1]], [COLORS[rng.choice(len(COLORS))]])
     for _ in range(100):
-        a, b = (names[i] for i in rng.choice(n, size=2, replace=False))
-        where = RELATIONS[rng.choice(len(RELATIONS))]
-        add("position", f"{_a(a)} {where} {_a(b)}", [one(b), one(a, position=[where, 0])])
+        pair = [names[i] for i in rng.choice(n, size=2, replace=False)]
+        add("position", pair, relation=RELATIONS[rng.choice(len(RELATIONS))])
     for _ in range(100):
-        a, b = (names[(i + 1) % n] for i in rng.choice(n - 1, size=2, replace=False))
-        c, d = (COLORS[i] for i in rng.choice(len(COLORS), size=2, replace=False))
-        add("color_attr", f"{_a(f'{c} {a}')} and {_a(f'{d} {b}')}", [one(a, color=c), one(b, color=d)])
+        pair = [names[i + 1] for i in rng.choice(n - 1, size=2, replace=False)]
+        add("color_attr", pair, [COLORS[i] for i in rng.choice(len(COLORS), size=2, replace=False)])
 
     text = "".join(f"{record['prompt']}\n" for record in drawn)
     if hashlib.sha256(text.encode()).hexdigest() != BENCHMARK_SHA256:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.rewards.geneval import COLORS, GENEVAL_CLASSES, RELATIONS, TASKS, benchmark_prompts
+from flowrl.rewards.geneval import COLORS, GENEVAL_CLASSES, RELATIONS, TASKS, benchmark_prompts, make_prompt
 
 TASK_WEIGHTS = {"position": 7, "counting": 5, "color_attr": 3, "colors": 1, "two_object": 1}
 DRAWS = 50_000
@@ -18,38 +18,6 @@ UNSEEN_CLASSES = GENEVAL_CLASSES[3::4]
 """20 classes kept out of `seen_prompts`: every fourth in COCO order, so that all kinds of things occur."""
 SEEN_CLASSES = tuple(name for name in GENEVAL_CLASSES if name not in UNSEEN_CLASSES)
 UNSEEN_PER_TASK = 248  # 20 + 60 + 200 distinct prompts exist of the small tasks: 1,024 in all
-NUMBERS = {2: "two", 3: "three", 4: "four"}
-
-
-def make_prompt(
-    tag: str, classes: Sequence[str], colors: Sequence[str] = (), relation: str = "", count: int = 2
-) -> dict[str, Any]:
-    """The benchmark's text and clauses for one prompt, as `parse_metadata` returns them.
-
-    classes, colors: in the order of the text, one or two as the task has them. relation: of the first class to the
-    second, for "position". count: 2, 3 or 4, for "counting". Raises ValueError on an unknown task.
-    """
-
-    def one(name: str, **more: Any) -> dict[str, Any]:
-        return {"class": name, "count": 1, **more}
-
-    exclude: list[dict[str, Any]] = []
-    if tag == "counting":
-        name = classes[0]
-        text = f"{NUMBERS[count]} {name}{'es' if name.endswith('s') else 's'}"
-        include, exclude = [{"class": name, "count": count}], [{"class": name, "count": count + 1}]
-    elif tag == "position":
-        a, b = classes
-        text = f"{_a(a)} {relation} {_a(b)}"
-        include = [one(b), one(a, position=[relation, 0])]
-    elif tag in ("colors", "color_attr"):
-        text = " and ".join(_a(f"{color} {name}") for color, name in zip(colors, classes, strict=True))
-        include = [one(name, color=color) for color, name in zip(colors, classes, strict=True)]
-    elif tag in ("single_object", "two_object"):
-        text, include = " and ".join(map(_a, classes)), [one(name) for name in classes]
-    else:
-        raise ValueError(f"unknown task {tag!r}; known: {', '.join(TASKS)}")
-    return {"tag": tag, "prompt": f"a photo of {text}", "include": include, "exclude": exclude}
 
 
 def train_prompts() -> list[dict[str, Any]]:
@@ -102,7 +70,3 @@ def _draw(tag: str, draws: int, rng: np.random.Generator, names: Sequence[str]) 
     for row, n in zip(rows.tolist(), times.tolist(), strict=True):
         classes, colors = row[: 1 + pair], row[1 + pair : -2]
         yield make_prompt(tag, [names[i] for i in classes], [COLORS[i] for i in colors], RELATIONS[row[-2]], row[-1]), n
-
-
-def _a(words: str) -> str:
-    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"

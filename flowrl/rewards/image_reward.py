@@ -127,13 +127,10 @@ class Blip(nn.Module):
 def load(weights: str, vocabulary: str) -> Blip:
     """The frozen float32 model; the same arguments give the same object.
 
+    Torch's global CPU generator is put back to where it was, so nothing else should draw from it meanwhile.
     Raises FileNotFoundError when a file is absent, ValueError when one is not what the model needs.
     """
-    path = locate(weights)
-    try:
-        words = locate(vocabulary)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(str(error).replace("weights='", "vocabulary='")) from error
+    path, words = locate(weights), locate(vocabulary, "vocabulary")
     with torch.random.fork_rng(devices=[]):  # random weights, replaced below, must not move the run's generator
         net = Blip(words)
     try:

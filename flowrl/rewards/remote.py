@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.rewards.base import RewardOutput, quantise
+from flowrl.rewards.calling import cancel, together
 
 PASSING = (429, 502, 503, 504)  # statuses of a server that is busy or restarts
 AVOID_SECONDS = 10.0  # how long a replica that failed or was slow is only asked after the others
@@ -75,6 +76,11 @@ class RemoteReward:
         token: str | None = None,
     ):
         urls = [url.strip().rstrip("/") for url in (urls.split(",") if isinstance(urls, str) else urls)]
+        if any(map(holds_key, urls)):
+            raise ValueError(
+                "a remote reward's URLs must be addresses alone, without a user, password or query: they are logged. "
+                "The server's token goes into the environment variable FLOWRL_REWARD_TOKEN"
+            )
         if not urls or len(set(urls)) < len(urls):
             raise ValueError(f"a remote reward needs distinct URLs, got {urls}")
         for url in urls:
@@ -87,8 +93,7 @@ class RemoteReward:
         token = read_token(os.environ.get("FLOWRL_REWARD_TOKEN") if token is None else token)
         self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self.headers |= {"Authorization": f"Bearer {token}"} if token else {}
-        secure = any(url.startswith("https:") for url in urls)
-        self._verify = ssl.create_default_context() if secure else False  # made once: it takes a while
+        self._verify = verifier(*urls)
         self.fingerprint: str | None = None
         self.required: set[str] | None = None
         self._random = random.Random()  # the global one belongs to the run's seed
@@ -181,11 +186,7 @@ class RemoteReward:
 
         # A client belongs to one event loop, so it lives no longer than this call.
         async with httpx.AsyncClient(headers=self.headers, verify=self._verify) as client:
-            tasks = [asyncio.create_task(score(slice(i, i + self.batch_size))) for i in range(0, n, self.batch_size)]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                await cancel(tasks)
+            await together([score(slice(i, i + self.batch_size)) for i in range(0, n, self.batch_size)])
         valid = values.isfinite()
         return RewardOutput(values, valid, details | ({"reason": reasons} if any(reasons) else {}))
 
@@ -262,6 +263,17 @@ def is_url(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
 
 
+def verifier(*urls: str) -> ssl.SSLContext | bool:
+    """What checks the certificates of https, for all requests to these URLs: making it takes a while."""
+    return ssl.create_default_context() if any(urlsplit(url).scheme == "https" for url in urls) else False
+
+
+def holds_key(url: str) -> bool:
+    """Whether there is more to it than an address: names of rewards are logged, and so are their URLs."""
+    parts = urlsplit(url)
+    return bool(parts.username or parts.password or parts.query or parts.fragment)
+
+
 def read_token(token: str | None) -> str | None:
     """The token without the newline that a file ends in; raises ValueError when no HTTP header can carry it."""
     found = token and token.strip()
@@ -294,13 +306,6 @@ async def fetch(client: Any, url: str, path: str, patience: float, body: bytes |
         seconds = min(float(after), 60.0) if after.isascii() and after.isdecimal() else 0.0
         raise Failed(f"{url}: HTTP {status}, {said}", status in PASSING, seconds, status)
     return answer
-
-
-async def cancel(tasks: Iterable[asyncio.Task]) -> None:
-    """End tasks and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _json(raw: bytes) -> Any:

@@ -38,9 +38,10 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl import __version__
-from flowrl.rewards.base import Reward, RewardError, RewardSet, _Named
+from flowrl.rewards.base import Reward, RewardError
 from flowrl.rewards.combinators import _Derived
 from flowrl.rewards.remote import read_token
+from flowrl.rewards.reward_set import RewardSet, _Named
 
 log = logging.getLogger(__name__)
 PATHS = "there are GET /health and POST /score"

@@ -53,9 +53,10 @@ def resized(
 # ---------------------------------------------------------------------------------------- weights
 
 
-def fetch(repo: str, *names: str) -> Path:
+def fetch(repo: str, *names: str, instead: str | None = None) -> Path:
     """The first of these files of a hub repository that is cached or can be downloaded.
 
+    instead: what else the user may do, for the error; default: give the reward a file as `weights`.
     Raises FileNotFoundError naming the file, the command that fetches it and where it is looked for.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -76,20 +77,30 @@ def fetch(repo: str, *names: str) -> Path:
     raise FileNotFoundError(
         f"weights {repo}/{names[0]} are not in {HF_HUB_CACHE} and cannot be downloaded. Where there is a network run "
         f"`hf download {repo} {names[0]}`, copy that cache here and set the environment variable HF_HOME to its "
-        f"parent folder; or give the reward a file: weights='/path/to/{Path(names[0]).name}'. ({problem})"
+        f"parent folder; or {instead or _give('weights', names[0])}. ({problem})"
     ) from problem
 
 
-def locate(weights: str | Path) -> Path:
-    """A file from a path, a folder with weights under a usual name, or `hf-hub:owner/repository[/file]`."""
+def _give(argument: str, name: str) -> str:
+    return f"give the reward a file: {argument}='/path/to/{Path(name).name}'"
+
+
+def locate(weights: str | Path, argument: str = "weights") -> Path:
+    """A file from a path, a folder with weights under a usual name, or `hf-hub:owner/repository[/file]`.
+
+    argument: the reward's own, which names the file; for the error. Raises FileNotFoundError.
+    """
     if str(weights).startswith(HUB):
         owner, repo, *file = str(weights)[len(HUB) :].split("/")
-        return fetch(f"{owner}/{repo}", *(["/".join(file)] if file else _FILES))
+        names = ["/".join(file)] if file else _FILES
+        return fetch(f"{owner}/{repo}", *names, instead=_give(argument, names[0]))
     path = Path(weights).expanduser()
     for candidate in (path, *(path / name for name in _FILES)):
         if candidate.is_file():
             return candidate
-    raise FileNotFoundError(f"no weights at {str(path)!r}: give a file, or a folder that holds one of {list(_FILES)}")
+    raise FileNotFoundError(
+        f"no {argument} at {str(path)!r}: give a file, or a folder that holds one of {list(_FILES)}"
+    )
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -188,14 +199,37 @@ def load(model: str, weights: str | None) -> Tower:
     model: an open_clip architecture, or a folder or `hf-hub:owner/repository` with an `open_clip_config.json`.
     weights: an open_clip tag, or what `locate` takes, in the format of open_clip or of transformers' `CLIPModel`; None
         means those beside the config.
+    Torch's global CPU generator is put back to where it was, so nothing else should draw from it meanwhile.
     Raises FileNotFoundError when something is absent; ValueError on an unknown architecture, weights that do not fit,
     and weights trained with another activation than the architecture has (GELU, QuickGELU).
     """
+    name, config, tag = _architecture(model, weights)
+    quick = bool(config.get("quick_gelu"))
+    if tag:
+        _check_activation(model, quick, bool(tag.get("quick_gelu")), str(weights))
+        repo, _, file = tag["hf_hub"].rpartition("/")
+        path = fetch(repo, *([file] if file else _FILES[:2]))
+    else:
+        path = locate(weights or model)
+    state = read(path)
+    net = _untrained(name, tag)
+    try:
+        _fill(net, state, path, model, quick)
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(f"the weights {path} are not those of {model}: {error}") from error
+    needs_files = model.startswith(HUB) and config["text_cfg"].get("hf_tokenizer_name")
+    net.requires_grad_(False).eval()
+    return Tower(net, net.visual.preprocess_cfg, model if needs_files else name)
+
+
+def _architecture(model: str, weights: str | None) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """What open_clip calls the model, its config, and that of the pretrained tag if `weights` is one."""
     import open_clip
 
     name, tag = model, {}
     if model.startswith(HUB):
-        name = f"local-dir:{fetch(model[len(HUB) :], 'open_clip_config.json').parent}"
+        instead = "give the reward a folder that has it: model='/path/to/folder'"
+        name = f"local-dir:{fetch(model[len(HUB) :], 'open_clip_config.json', instead=instead).parent}"
     elif Path(model).is_dir():
         if not (Path(model) / "open_clip_config.json").is_file():
             remedy = "name the architecture as model, and this folder as weights"
@@ -209,37 +243,36 @@ def load(model: str, weights: str | None) -> Tower:
     if name == model and not tag and not (weights and (weights.startswith(HUB) or Path(weights).exists())):
         known = open_clip.list_pretrained_tags_by_model(model)
         raise FileNotFoundError(f"weights {weights!r} of {model}: no such file, and open_clip's tags are {known}")
-    quick = bool(config.get("quick_gelu"))
-    if tag:
-        _check_activation(model, quick, bool(tag.get("quick_gelu")), str(weights))
-        repo, _, file = tag["hf_hub"].rpartition("/")
-        path = fetch(repo, *([file] if file else _FILES[:2]))
-    else:
-        path = locate(weights or model)
-    state = read(path)
+    return name, config, tag
+
+
+def _untrained(name: str, tag: dict[str, Any]) -> Any:
+    """The model with random weights."""
+    import open_clip
+
     root, random = logging.getLogger(), lambda record: record.module != "factory"
     root.addFilter(random)  # open_clip warns of random weights, while we are about to load others
     try:
         with torch.random.fork_rng(devices=[]):  # nor may they move the run's generator
-            net: Any = open_clip.create_model(
+            return open_clip.create_model(
                 name, load_weights=False, pretrained_image=False, pretrained_text=False, force_preprocess_cfg=tag
             )
     finally:
         root.removeFilter(random)
-    try:
-        if any(key.startswith("vision_model.") for key in state):
-            beside = path.parent / "config.json"
-            trained = json.loads(beside.read_text()).get("vision_config", {}) if beside.is_file() else {}
-            if "hidden_act" in trained:
-                _check_activation(model, quick, trained["hidden_act"] == "quick_gelu", str(path))
-            net.load_state_dict(from_transformers(state))
-        else:
-            open_clip.load_checkpoint(net, str(path))  # it knows the formats of all its models
-    except (RuntimeError, KeyError) as error:
-        raise ValueError(f"the weights {path} are not those of {model}: {error}") from error
-    needs_files = model.startswith(HUB) and config["text_cfg"].get("hf_tokenizer_name")
-    net.requires_grad_(False).eval()
-    return Tower(net, net.visual.preprocess_cfg, model if needs_files else name)
+
+
+def _fill(net: Any, state: Mapping[str, Tensor], path: Path, model: str, quick: bool) -> None:
+    """Put the weights of `path`, which are `state`, into the model."""
+    import open_clip
+
+    if not any(key.startswith("vision_model.") for key in state):
+        open_clip.load_checkpoint(net, str(path))  # it knows the formats of all its models
+        return
+    beside = path.parent / "config.json"
+    trained = json.loads(beside.read_text()).get("vision_config", {}) if beside.is_file() else {}
+    if "hidden_act" in trained:
+        _check_activation(model, quick, trained["hidden_act"] == "quick_gelu", str(path))
+    net.load_state_dict(from_transformers(state))
 
 
 def _check_activation(model: str, has_quick: bool, trained_quick: bool, weights: str) -> None:

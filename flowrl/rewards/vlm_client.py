@@ -8,16 +8,14 @@ import logging
 import math
 import os
 import random
-import ssl
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from flowrl.rewards.remote import Failed, cancel, fetch, is_url
+from flowrl.rewards.remote import Failed, fetch, holds_key, is_url, verifier
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -91,8 +89,7 @@ class ChatClient:
         extra_body: Mapping[str, Any] | None = None,
     ):
         base, _, named = url.strip().partition("#")
-        parts = urlsplit(base)
-        if parts.username or parts.password or parts.query:  # names of rewards are logged
+        if holds_key(base):
             raise ValueError(f"a judge's URL must not hold a key; put it in the environment variable {key_env}")
         if not is_url(base):
             raise ValueError(f"a judge needs a base URL such as http://host:8000/v1, got {url!r}")
@@ -102,7 +99,7 @@ class ChatClient:
         self.concurrency, self.timeout, self.deadline, self.retries = concurrency, timeout, deadline, retries
         self.trip_after, self.rest, self.cache_size, self.key_env = trip_after, rest, cache, key_env
         self.extra_body = dict(extra_body or {})
-        self._verify = ssl.create_default_context() if parts.scheme == "https" else False  # made once: it takes a while
+        self._verify = verifier(base)
         self._cache: OrderedDict[bytes, Reply] = OrderedDict()
         self._lock = threading.Lock()  # calls may come from several threads
         self._failures, self._closed_until, self._last = 0, 0.0, ""
@@ -218,25 +215,16 @@ class ChatClient:
         return found[0]
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of coroutines run at once; when one raises, the others are ended first."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await cancel(tasks)
-
-
 def read_reply(answer: Any) -> Reply:
     """A chat completion's first choice; raises `Failed` when it is not one."""
+    broken = Failed(f"the answer is not a chat completion: {str(answer)[:200]}", passing=False)
     try:
         choice = answer["choices"][0]
-        text = choice["message"]["content"]
-        finish = choice.get("finish_reason")
+        text, finish = choice["message"]["content"], choice.get("finish_reason")
     except (TypeError, KeyError, IndexError, AttributeError):
-        text, finish, choice = 0, None, {}
+        raise broken from None
     if text is not None and not isinstance(text, str):
-        raise Failed(f"the answer is not a chat completion: {str(answer)[:200]}", passing=False)
+        raise broken
     return Reply(text or "", _top(choice.get("logprobs")), finish == "length")
 
 

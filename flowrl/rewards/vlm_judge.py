@@ -19,9 +19,10 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.rewards.base import RewardOutput, to_pil
+from flowrl.rewards.calling import together
 from flowrl.rewards.clip_family import CLIPScore
 from flowrl.rewards.remote import Failed, png
-from flowrl.rewards.vlm_client import TOP, ChatClient, Reply, together
+from flowrl.rewards.vlm_client import TOP, ChatClient, Reply
 
 log = logging.getLogger(__name__)
 Ask: TypeAlias = Callable[..., Awaitable[Reply]]
@@ -41,7 +42,6 @@ class Judge:
     name: str
     template: str
     size = 0
-    remote = True
     range = (0.0, 1.0)
 
     def __init__(self, server: str | ChatClient, template: str | None = None, size: int | None = None):
@@ -67,7 +67,7 @@ class Judge:
         """`judge(ask, *row)` for every sample."""
         if not isinstance(images, Tensor):
             raise TypeError(f"{self.name} judges image tensors [N, 3, H, W]")
-        pictures, n = to_pil(images), len(images)
+        pictures, n = await asyncio.to_thread(to_pil, images), len(images)  # beside the loop, which is everybody's
         found: list[Found | None] = [None] * n
         reasons = [""] * n
         slots = asyncio.Semaphore(self.client.concurrency)

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from flowrl.rewards.base import RewardOutput
+from flowrl.rewards.calling import together
 from flowrl.rewards.remote import Failed
-from flowrl.rewards.vlm_client import ChatClient, Reply, together
+from flowrl.rewards.vlm_client import ChatClient, Reply
 from flowrl.rewards.vlm_judge import Ask, Found, Judge
 
 NUMBER = r"(-?\d+(?:\.\d+)?)(?![\w]|\.\d|\s*-\s*\d)"  # not of "1-5", "1e9" or "10th"

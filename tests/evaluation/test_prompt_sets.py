@@ -99,6 +99,8 @@ def test_dpg_bench_and_its_first_row(file):
     published = prompt_sets.dpg_bench(path)
     assert [q["id"] for q in published[0]["questions"]] == [2, 3, 4] and published[1] == b
     assert PromptSet(published)[1].metadata["item_id"] == "b"
+    odd = prompt_sets.dpg_bench(file(DPG.replace("a red bus", "a red\u2028bus")), skip_first=False)
+    assert odd[1]["prompt"] == "a red\u2028bus"  # only a newline ends a row
 
 
 def test_dpg_zeroes_what_depends_on_a_no():
@@ -142,7 +144,7 @@ def test_compbench(file, tmp_path):
     for category in prompt_sets.COMPBENCH:
         file(f"a {category}\n", f"{category}_val.txt")
     file("one on two\nrunning\nboth\n", "complex_val.txt")
-    file("one on two\n", "complex_val_spatial.txt")
+    file("One on two.\n", "complex_val_spatial.txt")  # the published script compares up to the stop, in lower case
     file("running\n", "complex_val_action.txt")
     entries = prompt_sets.compbench(tmp_path)
     assert [e["tag"] for e in entries[:-3]] == list(prompt_sets.COMPBENCH[:-1])

@@ -3,12 +3,14 @@
 import csv
 import json
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from flowrl.cli import _rewards, main
+from flowrl.evaluation import score
 from flowrl.evaluation.score import read_folder, read_image, rewards_for, score_images, summary
 from flowrl.rewards import RewardError, RewardOutput, jpeg_compressibility
 
@@ -211,7 +213,16 @@ def test_what_was_scored_before_a_failure_is_kept(folder, tmp_path):
     assert rows[0]["fails_on_large"] == "" and float(rows[1]["fails_on_large"]) > 0
 
 
-def test_a_broken_reward_is_found_by_its_self_test(folder):
+def test_images_of_many_sizes_do_not_pile_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(score, "WAITING", 2)
+    heights = [8, 9, 9, 10, 11, 12, 13]
+    for i, height in enumerate(heights):
+        write(tmp_path / f"{i}.png", noise(height))
+    batches = [[index for index, _ in batch] for batch in score._batches(read_folder(tmp_path, prompt="x"), 2, None)]
+    assert batches == [[1, 2], [0], [3], [4], [5], [6]]
+
+
+def test_a_broken_reward_is_found_by_its_self_test(folder, tmp_path):
     class Broken:
         name = "broken"
 
@@ -224,8 +235,10 @@ def test_a_broken_reward_is_found_by_its_self_test(folder):
             return torch.zeros(2, 3, 4, 4), ["", ""], {}
 
     images = read_folder(folder)
+    (tmp_path / "rows.csv").write_text("of an earlier run")
     with pytest.raises(RewardError, match="self-test failed"):
-        score_images(images, rewards_for(Broken(), images), device="cpu")
+        score_images(images, rewards_for(Broken(), images), tmp_path / "rows.csv", device="cpu")
+    assert (tmp_path / "rows.csv").read_text() == "of an earlier run"
 
 
 def test_command(folder, tmp_path, capsys):
@@ -248,7 +261,7 @@ def test_command(folder, tmp_path, capsys):
     )
 
 
-def test_command_errors(folder, tmp_path, capsys):
+def test_command_errors(folder, tmp_path, capsys, monkeypatch):
     for arguments, message in (
         ([str(folder), "--rewards", "jpeg_compresibility"], "did you mean 'jpeg_compressibility'"),
         ([str(tmp_path / "no"), "--rewards", "jpeg_compressibility"], "no folder"),
@@ -256,6 +269,10 @@ def test_command_errors(folder, tmp_path, capsys):
     ):
         assert main(["score", *arguments]) == 2
         assert message in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr("flowrl.evaluation.geneval.processes", lambda: SimpleNamespace(num_processes=2))
+        assert main(["score", str(folder), "--rewards", "jpeg_compressibility"]) == 2
+        assert "works in one process: start it without torchrun" in capsys.readouterr().err
     (tmp_path / "one").mkdir()
     (tmp_path / "one/a.png").write_bytes(b"broken")
     assert main(["score", str(tmp_path / "one"), "--rewards", "jpeg_compressibility", "--prompt", ""]) == 1

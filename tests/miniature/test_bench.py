@@ -317,6 +317,12 @@ def test_the_search_is_the_same_for_all_and_its_choice_is_used(tmp_path):
     assert other.setting == {}  # it was not searched
     assert len(results.search_rows(tuning)) == 12
 
+    # A lead of less than the standard error does not buy a larger learning rate.
+    near = [{**records[0], "points": _points(0.4, *[x] * 4)} for x in (0.55, 0.585, 0.6, 0.5, 0.5, 0.5)]
+    near = [{**r, "setting": job.setting} for r, job in zip(near, jobs, strict=False)]
+    assert bench.choose(tmp_path, jobs[:6], near)["flow-grpo"]["chosen"] == jobs[1].setting
+    assert jobs[1].setting["training.learning_rate"] < jobs[2].setting["training.learning_rate"]
+
     nothing = [{**r, "failure": "RuntimeError: nan"} for r in records[:6]]
     assert bench.choose(tmp_path, jobs[:6], nothing)["flow-grpo"]["chosen"] == {}
     assert json.loads((tmp_path / "tuning.json").read_text())["diffusion-nft"] == tuning["diffusion-nft"]

@@ -61,7 +61,7 @@ def test_facts_known_from_the_papers():
     assert CARDS["superflow"].source == ("2512.17951", "derived")
     assert CARDS["flow-grpo"].requires == {"always": ["log_prob"], "with kl > 0": ["reference"]}
     assert CARDS["diffusion-nft"].requires == {"always": ["old"], "with kl > 0": ["reference"]}
-    assert CARDS["diffusion-nft"].recipes == ["shapes-nft"]
+    assert CARDS["diffusion-nft"].recipes == ["glyphs-nft", "shapes-nft"]
 
 
 def test_find():

@@ -351,6 +351,9 @@ def test_too_many_invalid(images):
     with pytest.raises(RewardError, match=r"2 of 4 .*4 by all rewards together"):
         RewardSet([invalid_rows(0, 1), invalid_rows(2, 3)]).score(images, PROMPTS)
     assert not RewardSet(invalid_rows(0, 1, 2, 3), max_invalid_share=1.0).score(images, PROMPTS).valid.any()
+    for share in (50, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="max_invalid_share is a share, from 0 to 1"):
+            RewardSet(ones, max_invalid_share=share)
     with pytest.raises(RewardError, match="1 of 4"):
         RewardSet(invalid_rows(2), max_invalid_share=0.0).score(images, PROMPTS)
 
@@ -508,6 +511,16 @@ def test_the_loop_is_made_once_and_anew_after_a_fork(images):
             os._exit(0 if fine else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert len(calling._runners) == 1
+
+
+def test_an_async_reward_that_exits_ends_its_caller_and_not_the_loop(images):
+    async def leaves(images, prompts):
+        await asyncio.sleep(0)
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        RewardSet(leaves).score(images, PROMPTS)
+    assert RewardSet(slow_index).score(images, PROMPTS).total.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_many_blocking_rewards_wait_at_once(images):
@@ -679,3 +692,14 @@ def test_reasons_come_through_nested_sets(images):
     rewards = RewardSet(RewardSet([invalid_rows(1), invalid_rows(1, 2, reason="no network"), ones], 1.0), 0.0)
     with pytest.raises(RewardError, match=r"Reasons: timeout; no network; no network\. "):
         rewards.score(images, PROMPTS)
+
+
+def test_a_reward_that_is_only_logged_takes_no_sample_from_the_training():
+    def sometimes(images, prompts):
+        return RewardOutput(torch.tensor([1.0, torch.nan]), torch.tensor([True, False]), {"reason": ["", "flat"]})
+
+    scores = RewardSet({brightness: 1.0, sometimes: 0.0}).score(torch.rand(2, 3, 4, 4), ["a", "b"])
+    assert scores.valid.tolist() == [True, True] and torch.isfinite(scores.total).all()
+    assert scores.parts["sometimes"].isnan().tolist() == [False, True]
+    with pytest.raises(RewardError, match=r"1 of 2 samples could not be scored .*flat"):  # it is still watched
+        RewardSet({brightness: 1.0, sometimes: 0.0}, max_invalid_share=0.2).score(torch.rand(2, 3, 4, 4), ["a", "b"])

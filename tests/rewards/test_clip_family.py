@@ -219,6 +219,10 @@ def test_offline_message(monkeypatch, tmp_path, images):
         RewardSet("hpsv2_1").score(images, PROMPTS)
     with pytest.raises(FileNotFoundError, match=r"timm/vit_large_patch14_clip_224.openai/open_clip_model.safetensors"):
         load("ViT-L-14-quickgelu", "openai")
+    with pytest.raises(FileNotFoundError, match=r"give the reward a folder that has it: model='/path/to/folder'"):
+        load("hf-hub:me/model", None)
+    with pytest.raises(FileNotFoundError, match=r"give the reward a file: head='/path/to/aesthetic-model.pth'"):
+        AestheticReward().head  # noqa: B018
 
 
 def test_fetch_takes_the_first_name_that_exists(monkeypatch):

@@ -327,12 +327,47 @@ def test_win_rate_in_small_calls_async_and_with_failures(images, monkeypatch):
         return RewardOutput((strength(a) > strength(b)).float(), ~down)
 
     scores = RewardSet(win_rate(judge)).score(images, PROMPTS, gid)
-    assert sizes == [5, 5, 2]
+    assert sorted(sizes) == [2, 5, 5]
     assert scores.valid.tolist() == [True, True, False, True]
     others = strength(images)[[0, 1, 3]]
     expected = [(others < s).sum().item() / 2 for s in others]
     assert scores.total[[0, 1, 3]].tolist() == expected
     assert scores.details["win_rate_judge"]["reason"] == ["", "", "all its comparisons failed", ""]
+
+
+def test_few_calls_of_an_async_comparison_run_at_once_and_none_after_a_failure(images, monkeypatch):
+    from flowrl.rewards import combinators
+
+    monkeypatch.setattr(combinators, "PAIRS", 1)
+    monkeypatch.setattr(combinators, "CALLS", 2)
+    gid = {"group_id": [0] * 4}
+    running, most = [], []
+
+    async def judge(a, b, prompts):
+        running.append(len(a))
+        most.append(len(running))
+        await asyncio.sleep(0.001)
+        running.pop()
+        return [0.5]
+
+    assert win_rate(judge).waits and not win_rate(lambda a, b, p: [0.5]).waits
+    assert RewardSet(win_rate(judge)).score(images, PROMPTS, gid).total.tolist() == [0.5] * 4
+    assert len(most) == 12 and max(most) == 2
+
+    asked = []
+
+    async def broken(a, b, prompts):
+        asked.append(1)
+        raise ConnectionError("away")
+
+    async def later(images, prompts):
+        await asyncio.sleep(0.05)
+        return [0.0] * len(prompts)
+
+    with pytest.raises(RewardError, match="away"):
+        RewardSet(win_rate(broken)).score(images, PROMPTS, gid)
+    RewardSet(later).score(images, PROMPTS)
+    assert len(asked) < 12
 
 
 @pytest.mark.parametrize("answer", [2.0, -0.1, float("nan")])

@@ -255,6 +255,13 @@ def test_benchmark_prompts():
     numbers = Counter(p["include"][0]["count"] for p in prompts if p["tag"] == "counting")
     assert numbers == {2: 26, 3: 28, 4: 26}
     assert not any(p["include"][0]["class"] == "person" for p in prompts if p["tag"] == "colors")
+    clauses = {p["prompt"]: p["include"] for p in prompts}
+    assert clauses["a photo of a dog right of a teddy bear"] == [
+        {"class": "teddy bear", "count": 1}, {"class": "dog", "count": 1, "position": ["right of", 0]}
+    ]  # fmt: skip
+    assert clauses["a photo of a purple wine glass and a black apple"] == [
+        {"class": "wine glass", "count": 1, "color": "purple"}, {"class": "apple", "count": 1, "color": "black"}
+    ]  # fmt: skip
     for p in prompts:
         assert parse_metadata(json.dumps(p)) == p
         if p["tag"] == "counting":

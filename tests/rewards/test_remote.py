@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -203,6 +204,11 @@ def test_bad_construction_and_input():
             RemoteReward(urls)
     with pytest.raises(ValueError, match="Port out of range"):
         RemoteReward("http://a:99999")
+    for secret in ("http://me:pw@a", "http://a?token=pw", "http://b,https://a#pw"):
+        with pytest.raises(ValueError, match="goes into the environment variable FLOWRL_REWARD_TOKEN") as caught:
+            RemoteReward(secret)
+        assert "pw" not in str(caught.value)
+    assert isinstance(RemoteReward("HTTPS://a")._verify, ssl.SSLContext) and not RemoteReward("http://a")._verify
     for wrong in ({"deadline": 0}, {"hedge_after": -1}, {"batch_size": 0}):
         with pytest.raises(ValueError, match="must be above 0"):
             RemoteReward("http://a", **wrong)

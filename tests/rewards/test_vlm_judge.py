@@ -39,6 +39,7 @@ from flowrl.rewards import (
     remote,
     resolve,
     vlm_client,
+    vlm_judge,
 )
 from flowrl.rewards.vlm_judge import atom_probability, soft_tifa, spellings
 
@@ -610,6 +611,15 @@ def test_it_works_in_a_running_loop_in_threads_and_beside_others():
         assert parts[f"vqascore@{stub.url}"].equal(expected) and parts[f"qwenvl_judge@{stub.url}"].isnan().all()
 
 
+def test_images_are_prepared_beside_the_event_loop(monkeypatch):
+    threads = []
+    prepare = vlm_judge.to_pil
+    monkeypatch.setattr(vlm_judge, "to_pil", lambda x: threads.append(threading.current_thread().name) or prepare(x))
+    with serving(sees_red) as stub:
+        assert RewardSet(VQAScore(stub.url)).score(IMAGES, PROMPTS).valid.all()
+    assert len(threads) == 1 and threads[0] not in ("flowrl-rewards", threading.current_thread().name)
+
+
 def test_the_self_test_covers_the_server():
     def rubric(question, image, body):
         return says(f"<score>{5 if image[112, 112, 0] > 200 else 1}</score>")
@@ -638,6 +648,7 @@ def test_the_self_test_covers_the_server():
         (lambda: VQAScore("http://host/v1", size=-1), "size of at least 0"),
         (lambda: SoftTIFA("http://host/v1", template="Tell me."), r"a template with \{question\}"),
         (lambda: resolve("vqascore"), "did you mean 'vqascore@URL'"),
+        (lambda: resolve("vqa_score@http://host:8000/v1"), "did you mean 'vqascore@URL'"),
         (lambda: resolve("unified_reward@"), "needs a base URL"),
     ],
 )

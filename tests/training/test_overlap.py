@@ -33,7 +33,7 @@ def scored(rewards, images, size, prompts=None):
     """`images` in chunks of `size` through a `Scoring`."""
     rewards = rewards if isinstance(rewards, RewardSet) else RewardSet(rewards)
     prompts = prompts or [Prompt(i, f"prompt {i}", {"row": i}) for i in range(len(images))]
-    with Scoring(rewards, prompts, ["row"], images.device) as scoring:
+    with Scoring(rewards, prompts, ["row"]) as scoring:
         for chunk in images.split(size):
             scoring.add(chunk)
         return scoring.result()
@@ -54,19 +54,29 @@ def count_forwards(trainer, then):
 
 
 def test_a_batch_is_scored_while_the_next_is_sampled(make_trainer, tmp_path):
-    third, order = threading.Event(), []
+    third, order, begun = threading.Event(), [], []
 
     def patient(images, prompts):
-        """Returns from the first batch only when the third is being sampled."""
-        assert third.wait(SECONDS), "the third batch waited for the scores of the first"
-        order.append((len(prompts), threading.current_thread().name, torch.is_grad_enabled()))
+        """Returns from the first batch of the second rollout only when its third is being sampled."""
+        order.append((len(prompts), max(begun), threading.current_thread().name, torch.is_grad_enabled()))
+        if max(begun) > 3:
+            assert third.wait(SECONDS), "the third batch waited for the scores of the first"
         return brightness(images, prompts)
 
+    def sampling(batch):
+        if batch == 2 and batch not in begun:  # of the first rollout: models may be loading, nothing runs beside it
+            assert [n for n, *_ in order] == [3]
+        begun.append(batch)
+        if batch == 6:
+            third.set()
+
     trainer = make_trainer(tmp_path, rewards=patient, sample_batch_size=3)
-    count_forwards(trainer, lambda begun: third.set() if begun == 3 else None)
-    rollout, batch, *_ = trainer.rollout(0)
-    assert order == [(n, "flowrl-scoring", False) for n in (3, 3, 2)]
-    rows = torch.tensor(trainer.plan.rows(3, 0, 0)).argsort()
+    count_forwards(trainer, sampling)
+    trainer.rollout(0)
+    rollout, batch, *_ = trainer.rollout(1)
+    assert [n for n, *_ in order] == [3, 3, 2] * 2 and {last for *_, last in order} == {False}
+    assert {name for _, _, name, _ in order} == {"flowrl-scoring"}
+    rows = torch.tensor(trainer.plan.rows(3, 1, 0)).argsort()
     assert torch.equal(batch.reward, brightness(rollout.media, None)[rows])
     assert not scoring_threads()
 
@@ -197,30 +207,29 @@ def test_broken_images_are_named_by_their_row(images):
     assert failure.value.rows == [7] and failure.value.reward == "(input)"
 
 
-def test_a_failed_reward_ends_the_sampling_and_saves_its_batch(make_trainer, count_updates, tmp_path):
-    failed = threading.Event()
+def test_a_failed_reward_ends_the_sampling_and_saves_its_batch(make_trainer, tmp_path):
+    failed, begun = threading.Event(), []
 
     def judge(images, prompts):
-        try:
-            raise ConnectionError("the judge is away")
-        finally:
-            failed.set()
+        if max(begun) <= 4:
+            return brightness(images, prompts)
+        failed.set()
+        raise ConnectionError("the judge is away")
+
+    def sampling(batch):
+        begun.append(batch)
+        if batch == 6:  # the second of the second rollout
+            assert failed.wait(SECONDS)
+            for thread in scoring_threads():
+                thread.join(SECONDS)
 
     trainer = make_trainer(tmp_path, rewards=judge, sample_batch_size=2)
-    begun = []
-
-    def watch(batch):
-        begun.append(batch)
-        if batch == 2:
-            assert failed.wait(SECONDS)
-            scoring_threads()[0].join(SECONDS) if scoring_threads() else None
-
-    count_forwards(trainer, watch)
-    steps = count_updates(trainer)
+    count_forwards(trainer, sampling)
+    trainer.rollout(0)
     with pytest.raises(RewardError, match="the judge is away"):
-        trainer.train()
-    assert max(begun) == 2 and steps == [] and not scoring_threads()  # of four batches
-    saved = json.loads((tmp_path / "failed" / "iteration-000000-0" / "error.json").read_text())
+        trainer.rollout(1)
+    assert max(begun) == 6 and not scoring_threads()  # of eight
+    saved = json.loads((tmp_path / "failed" / "iteration-000001-0" / "error.json").read_text())
     assert [s["row"] for s in saved["samples"]] == [0, 1]
 
 
@@ -256,7 +265,7 @@ def test_an_error_of_the_sampling_leaves_no_thread_behind(images, error):
         assert release.wait(SECONDS)
         return brightness(images, prompts)
 
-    with pytest.raises(error), Scoring(RewardSet(judge), [Prompt(0, "a")] * 12, [], images.device) as scoring:
+    with pytest.raises(error), Scoring(RewardSet(judge), [Prompt(0, "a")] * 12, []) as scoring:
         for chunk in images.split(4):
             scoring.add(chunk)
         assert running.wait(SECONDS)

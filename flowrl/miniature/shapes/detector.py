@@ -55,15 +55,17 @@ def detect(image: np.ndarray) -> tuple[list[Detection], list[str]]:
 def _detect(data: bytes, shape: tuple[int, ...]) -> tuple[tuple[Detection, ...], tuple[str, ...]]:
     pixels = np.frombuffer(data, np.uint8).reshape(shape).astype(np.float32)
     foreground = np.abs(pixels - np.array(BACKGROUND, np.float32)).max(-1) > 60
+    if not foreground.any():
+        return (), ()
     labels = np.where(foreground, _off_blend(pixels).argmin(-1) + 1, 0)
+    present = np.unique(labels[foreground])
     # A blended edge pixel takes the colour that most of its foreground neighbours have.
-    votes = np.stack([ndimage.uniform_filter((labels == k).astype(np.float32), 3) for k in range(1, len(_NAMES))])
-    labels = np.where(foreground, votes.argmax(0) + 1, 0)
+    votes = np.stack([ndimage.uniform_filter((labels == k).astype(np.float32), 3) for k in present])
+    labels = np.where(foreground, present[votes.argmax(0)], 0)
 
     detections, colors = [], []
-    for k, color in enumerate(_NAMES):
-        if color is None:
-            continue
+    for k in present:
+        color = _NAMES[k]
         components, n = ndimage.label(labels == k, structure=np.ones((3, 3)))
         coverage = None
         for i, box in enumerate(ndimage.find_objects(components, n)):

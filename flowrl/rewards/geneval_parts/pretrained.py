@@ -1,5 +1,6 @@
 """Models of transformers for detectors: where they are looked for, and which classes they know."""
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,10 +61,11 @@ def folder_of(model: str, *more: str) -> Path:
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise FileNotFoundError(f"{model!r} is neither a folder nor a hub id like 'owner/model'")
+    ask = functools.partial(fetch, model, instead="name a folder that `save_pretrained` wrote: NAME@FOLDER")
     for file in more:
-        fetch(model, file)
-    fetch(model, "model.safetensors", "pytorch_model.bin")
-    return fetch(model, "config.json").parent
+        ask(file)
+    ask("model.safetensors", "pytorch_model.bin")
+    return ask("config.json").parent
 
 
 def unfilled(model: torch.nn.Module, report: Mapping[str, Any]) -> list[str]:

@@ -134,7 +134,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repo, name: None)
     with pytest.raises(
-        FileNotFoundError, match=r"facebook/mask2former-swin-small-coco-instance/model.safetensors .*HF_"
+        FileNotFoundError, match=r"facebook/mask2former-swin-small-coco-instance/model.safetensors .*HF_.*: NAME@FOLDER"
     ):
         load_detector("mask2former")
     with pytest.raises(FileNotFoundError, match=r"PekingU/rtdetr_r50vd/preprocessor_config.json"):
@@ -145,6 +145,6 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 
 def test_a_hub_model_is_the_folder_of_its_files(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(pretrained, "fetch", lambda repo, *names: asked.append(names) or tmp_path / names[0])
+    monkeypatch.setattr(pretrained, "fetch", lambda repo, *names, instead: asked.append(names) or tmp_path / names[0])
     assert folder_of("me/model", "tokenizer.json") == tmp_path
     assert asked == [("tokenizer.json",), ("model.safetensors", "pytorch_model.bin"), ("config.json",)]
