@@ -648,9 +648,10 @@ def _how_to_load(trainer: Trainer, recipe: Recipe, folder: Path) -> str:
     options = "".join(f", {k}=None" for k in absent)
     prompt = trainer.prompts[0].text
     length = recipe.model.max_sequence_length
+    size = f"height={trainer.policy.height}, width={trainer.policy.width}"
     return (
         f"from diffusers import {name}\n"
         f'pipe = {name}.from_pretrained("{base}"{options})\n{then}'
-        f"image = pipe({prompt!r}, num_inference_steps={trainer.eval_sampler.steps}, "
+        f"image = pipe({prompt!r}, {size}, num_inference_steps={trainer.eval_sampler.steps}, "
         f"guidance_scale={trainer.eval_sampler.guidance_scale}, max_sequence_length={length}).images[0]"
     )

@@ -72,7 +72,8 @@ def test_the_gradient_does_not_depend_on_memory_settings(make_trainer, step, tmp
     ]
     (metrics, expected), (other, found) = runs
     same(expected, found)
-    assert other["loss"] == pytest.approx(metrics["loss"], rel=1e-3, abs=1e-6)
+    # Where all ratios are one the loss is minus the mean advantage: rounding, of rewards in batches of 8 or of 5.
+    assert other["loss"] == pytest.approx(metrics["loss"], rel=1e-3, abs=1e-5)
 
 
 @cases
@@ -127,5 +128,5 @@ def test_two_processes_take_the_step_of_one(one_and_two, objective, plan):
     single, *both = ({**run["-on-".join((objective, plan))]} for run in one_and_two)
     loss = single.pop("loss")
     for found in both:
-        torch.testing.assert_close(found.pop("loss"), loss, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(found.pop("loss"), loss, rtol=1e-3, atol=1e-5)
         same(single, found)
