@@ -77,22 +77,22 @@ def measure(share: float, iterations: int) -> None:
 def compare(trainer: flowrl.Trainer, url: str, sampling: float, seconds: float, iterations: int) -> None:
     reward = RemoteReward(url)
     ways = {"overlapped": RewardSet(reward), "at once": AtOnce(reward)}
-    whole: dict[str, list[float]] = {way: [] for way in ways}
-    waited: dict[str, list[float]] = {way: [] for way in ways}
+    phases: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for iteration in range(1, iterations + 1):
         for way, trainer.rewards in ways.items():
-            start = time.perf_counter()
-            waited[way].append(iterate(trainer, iteration)["reward"])
-            whole[way].append(time.perf_counter() - start)
-    ratio = statistics.median(a / b for a, b in zip(whole["overlapped"], whole["at once"], strict=True))
-    hidden = statistics.median(1 - a / b for a, b in zip(waited["overlapped"], waited["at once"], strict=True))
-    median = {way: (statistics.median(whole[way]), statistics.median(waited[way])) for way in ways}
-    for way, (total, wait) in median.items():
-        print(f"{way:>10}: iteration {total:.2f} s, of which waiting for rewards {wait:.2f} s")
+            phases[way].append(iterate(trainer, iteration))
+    median = lambda of, *which: statistics.median(of(p) for way in which for p in phases[way])  # noqa: E731
+    rollout = {way: median(lambda p: p["rollout"] + p["decode"] + p["reward"], way) for way in ways}
+    waited = {way: median(lambda p: p["reward"], way) for way in ways}
+    update = median(lambda p: p["update"], *ways)  # the same work either way
+    scoring, before, after = BATCHES * BATCH * seconds, rollout["at once"], rollout["overlapped"]
+    for way in ways:
+        print(f"{way:>10}: rollout {rollout[way]:.2f} s, of which waiting for rewards {waited[way]:.2f} s")
     print(
-        f"{BATCHES} batches of {BATCH}; sampling {sampling:.2f} s, scoring {BATCHES * BATCH * seconds:.2f} s\n"
-        f"iteration overlapped / at once = {ratio:.3f}; hidden {hidden:.0%} of the scoring, "
-        f"at most {(1 - 1 / BATCHES) * min(1.0, sampling / (BATCHES * BATCH * seconds)):.0%}"
+        f"{BATCHES} batches of {BATCH}: sampling {sampling:.2f} s, scoring {scoring:.2f} s, update {update:.2f} s\n"
+        f"overlapped / at once: rollout {after / before:.3f}, iteration {(after + update) / (before + update):.3f}\n"
+        f"hidden {1 - waited['overlapped'] / waited['at once']:.0%} of the scoring, "
+        f"at most {(1 - 1 / BATCHES) * min(1.0, sampling / scoring):.0%}"
     )
 
 

@@ -430,7 +430,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     if args.docs is not None:
         with _usage():
-            results.write_comparison(args.docs, results.load())
+            results.write_comparison(args.docs, results.load(), results.load_samplers())
         print(args.docs)
         return 0
     given = {"forwards": args.forwards, "seconds": args.seconds}

@@ -13,7 +13,7 @@ from flowrl.objectives.cards import CARDS, Card
 
 Axis = Literal["forwards", "seconds"]
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/miniature.json"
-"""The results in the repository; not part of the installed package."""
+"""The results in the repository; not part of the installed package. `samplers.json` beside it has a budget of its own."""
 MARKERS = ("<!-- results: written by `flowrl bench miniature --docs` -->", "<!-- end of results -->")
 GOALS = (0.8, 0.9)
 
@@ -21,6 +21,11 @@ GOALS = (0.8, 0.9)
 def load(file: Path = RESULTS) -> dict[str, Any] | None:
     """A `results.json`; None where there is none."""
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def load_samplers() -> dict[str, Any] | None:
+    """The repository's results of the samplers."""
+    return load(RESULTS.with_name("samplers.json"))
 
 
 def at(points: Sequence[dict[str, Any]], axis: Axis, budget: float) -> dict[str, Any]:
@@ -104,7 +109,7 @@ def markdown(table: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plot(results: Mapping[str, Any], folder: Path, prefix: str = "") -> list[Path]:
-    """Held-out score over forwards and over seconds, mean over seeds: objectives left, samplers right."""
+    """Held-out score over forwards and over seconds, mean over seeds: objectives, then samplers."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -112,13 +117,16 @@ def plot(results: Mapping[str, Any], folder: Path, prefix: str = "") -> list[Pat
     from flowrl.evaluation.report import COLORS
 
     objectives = [name for name in VARIANTS if name == SAMPLERS[0] or name not in SAMPLERS]
+    there = {r["variant"] for r in results["runs"]}
+    # Flow-GRPO, which is in both, does not make a panel of its own.
+    panels = [names for names in (objectives, SAMPLERS) if len(there.intersection(names)) > 1] or [objectives]
     files = []
     axes_of: tuple[Axis, ...] = ("forwards", "seconds")
     for axis in axes_of:
-        figure = Figure(figsize=(10, 3.8), layout="constrained")
+        figure = Figure(figsize=(1 + 4.5 * len(panels), 3.8), layout="constrained")
         FigureCanvasAgg(figure)
-        both = figure.subplots(1, 2, sharey=True)
-        for axes, names in zip(both, (objectives, SAMPLERS), strict=True):
+        row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, names in zip(row, panels, strict=True):
             for name, color in zip(names, COLORS, strict=False):
                 curves = [r["points"] for r in results["runs"] if r["variant"] == name and r["points"]]
                 if not curves:
@@ -131,7 +139,7 @@ def plot(results: Mapping[str, Any], folder: Path, prefix: str = "") -> list[Pat
             axes.set_xlabel({"forwards": "transformer forwards", "seconds": "seconds of training"}[axis])
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(fontsize=8, frameon=False)
-        both[0].set_ylabel("held-out score")
+        row[0].set_ylabel("held-out score")
         files.append(folder / f"{prefix}{axis}.png")
         figure.savefig(files[-1], dpi=130)
     return files
@@ -140,10 +148,17 @@ def plot(results: Mapping[str, Any], folder: Path, prefix: str = "") -> list[Pat
 # ---------------------------------------------------------------------------------------------------------- pages
 
 
-def comparison(results: Mapping[str, Any] | None) -> str:
-    """The part of the comparison page that the results decide."""
+def comparison(results: Mapping[str, Any] | None, samplers: Mapping[str, Any] | None = None) -> str:
+    """The part of the comparison page that the results decide; `samplers` are results under another budget."""
     if results is None:
         return "No results are in the repository yet."
+    parts = [_section(results, "comparison")]
+    if samplers is not None:
+        parts += ["## A first look at the samplers", _section(samplers, "comparison-samplers")]
+    return "\n\n".join(parts)
+
+
+def _section(results: Mapping[str, Any], plots: str) -> str:
     budget = results["budget"]
     tried = "chosen by the search below" if results["tuning"] else "the recipes'; nothing was tuned"
     seeds = sorted({r["seed"] for r in results["runs"]})
@@ -152,10 +167,10 @@ def comparison(results: Mapping[str, Any] | None) -> str:
         f"Seeds {', '.join(map(str, seeds))}; learning rates and coefficients {tried}. {machines}.",
         f"### {budget['forwards']:,} transformer forwards",
         markdown(rows(results, "forwards")),
-        "![Held-out score over transformer forwards](comparison-forwards.png)",
+        f"![Held-out score over transformer forwards]({plots}-forwards.png)",
         f"### {budget['seconds']:g} seconds",
         markdown(rows(results, "seconds")),
-        "![Held-out score over seconds](comparison-seconds.png)",
+        f"![Held-out score over seconds]({plots}-seconds.png)",
     ]
     failures = [f"- {r['variant']}, seed {r['seed']}: {r['failure']}" for r in results["runs"] if r["failure"]]
     if failures:
@@ -181,7 +196,7 @@ def search_rows(tuning: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def write_comparison(page: Path, results: Mapping[str, Any] | None) -> None:
+def write_comparison(page: Path, results: Mapping[str, Any] | None, samplers: Mapping[str, Any] | None = None) -> None:
     """Put the results between the page's markers and the plots beside it.
 
     Raises:
@@ -191,9 +206,11 @@ def write_comparison(page: Path, results: Mapping[str, Any] | None) -> None:
     start, end = (text.find(m) for m in MARKERS)
     if start < 0 or end < start:
         raise ValueError(f"{page} lacks the lines {MARKERS[0]} and {MARKERS[1]}")
-    if results is not None:
-        plot(results, page.parent, "comparison-")
-    page.write_text(f"{text[:start]}{MARKERS[0]}\n\n{comparison(results)}\n\n{text[end:]}", encoding="utf-8")
+    for found, prefix in ((results, "comparison-"), (samplers, "comparison-samplers-")):
+        if found is not None:
+            plot(found, page.parent, prefix)
+    written = comparison(results, samplers)
+    page.write_text(f"{text[:start]}{MARKERS[0]}\n\n{written}\n\n{text[end:]}", encoding="utf-8")
 
 
 def card_facts(card: Card, cost: Mapping[str, Any] | None, results: Mapping[str, Any] | None) -> dict[str, Any]:

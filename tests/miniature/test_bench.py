@@ -392,7 +392,10 @@ def test_the_comparison_page_is_up_to_date():
     page = results.RESULTS.parents[2] / "docs/comparison.md"
     start, end = results.MARKERS
     text = page.read_text()
-    assert text[text.index(start) : text.index(end)] == f"{start}\n\n{results.comparison(results.load())}\n\n"
+    assert (
+        text[text.index(start) : text.index(end)]
+        == f"{start}\n\n{results.comparison(results.load(), results.load_samplers())}\n\n"
+    )
 
 
 def test_a_job_refuses_a_record_of_another(tmp_path):
