@@ -13,7 +13,7 @@ from flowrl.objectives.cards import CARDS, Card
 
 Axis = Literal["forwards", "seconds"]
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/miniature.json"
-"""The results in the repository; not part of the installed package. `samplers.json` beside it has a budget of its own."""
+"""The results in the repository, not part of the package; `samplers.json` beside it has a budget of its own."""
 MARKERS = ("<!-- results: written by `flowrl bench miniature --docs` -->", "<!-- end of results -->")
 GOALS = (0.8, 0.9)
 
