@@ -491,6 +491,7 @@ def _serve_reward(args: argparse.Namespace) -> int:
         server = RewardServer(args.reward, args.host, args.port, token, limits, args.device)
     if not server.token and args.host not in ("127.0.0.1", "localhost"):
         print("anyone who reaches this port can use it: set FLOWRL_REWARD_TOKEN here and for training", file=sys.stderr)
+    server.rewards.self_test(server.device)  # what is missing should be known before anybody asks
     server.serve()
     return 0
 

@@ -255,7 +255,7 @@ def test_an_interrupted_run_is_resumed(run, small, tmp_path, capsys, monkeypatch
     assert "unfinished, 1 of 2 iterations" in (tmp_path / "report.html").read_text()
     recipe = (tmp_path / "recipe.yaml").read_text()
     line = fails(capsys, "train", "shapes-flow-grpo", *small, where)
-    assert "holds a run (checkpoint iteration-000001). Continue it with resume='auto' (CLI: resume=auto)" in line
+    assert "holds a run (checkpoint iteration-000001). Continue it with resume='auto' (CLI: --resume auto)" in line
     line = fails(capsys, "train", "shapes-flow-grpo", *small, where, "resume=auto", "training.learning_rate=1")
     assert "belongs to another run" in line
     line = fails(capsys, "train", "shapes-flow-grpo", *small, where, "--resume", str(tmp_path / "checkpoints"))

@@ -375,9 +375,9 @@ class RewardSet:
         except RewardError:  # of an inner set, which has said it all
             raise
         except Exception as error:
-            raise fail(
-                f"raised {type(error).__name__}: {error}. Save the samples and call it on them.", name
-            ) from error
+            # What is missing on the machine has a remedy of its own; anything else may be the samples' doing.
+            hint = "" if isinstance(error, ImportError | OSError) else " Save the samples and call it on them."
+            raise fail(f"raised {type(error).__name__}: {error}.{hint}", name) from error
         finally:
             for future in running.values():
                 future.cancel()  # no effect on those that are done

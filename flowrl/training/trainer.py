@@ -648,7 +648,7 @@ class Trainer:
         tracking.close()
         if not finished:
             self.accelerator.print(
-                f"stopped after iteration {self.iteration}; continue with resume='auto' (CLI: resume=auto)"
+                f"stopped after iteration {self.iteration}; continue with resume='auto' (CLI: --resume auto)"
             )
         return summary
 
@@ -669,7 +669,7 @@ class Trainer:
             if newest is not None and self.iteration == 0:
                 raise FileExistsError(
                     f"{self.output_dir} holds a run (checkpoint {newest.name}). Continue it with resume='auto' (CLI: "
-                    "resume=auto), or choose another output_dir."
+                    "--resume auto), or choose another output_dir."
                 )
         if folder is not None:
             self.load_checkpoint(folder)
