@@ -21,13 +21,12 @@ from flowrl.training.prompts import columns_of
 class Scoring:
     """The images and scores of one rollout, which comes in chunks of consecutive rows.
 
-    A thread calls the rewards on one chunk after the other, so that a reward runs beside the sampling of the next chunk
-    but never beside itself. Those that wait (async or `remote`) only set off there: of all chunks they run together.
-    A set with a group-wise reward is called once, in `result`, with all images.
+    Rewards that wait (async or `remote`) set off when their chunk is added, and of all chunks they run together. The
+    others compute: with `thread` in a thread of its own, one chunk after the other while the caller goes on, else in
+    `add`. A set with a group-wise reward is called once, in `result`, with all images.
 
     Values and errors are those of one call with all images, if a point-wise reward scores an image whatever the others
-    of its batch are. Python releases its lock in network requests, image codecs and tensor kernels; a reward that
-    computes in pure Python gains nothing here.
+    of its batch are.
 
     A context manager: what has not been scored when the block ends by an error is given up.
     """
@@ -38,11 +37,15 @@ class Scoring:
         prompts: Sequence[Prompt],
         columns: Sequence[str],
         numbers: Sequence[int] | None = None,
+        *,
+        thread: bool = False,
         first: bool = False,
     ) -> None:
-        """`numbers`: of the samples in the iteration, for group-wise rewards; default 0, 1, ... `first`: rewards that
-        were never called: nothing runs beside them on the first chunk, for while a model loads its weights, defaults of
-        torch such as the dtype may be others, for all threads."""
+        """numbers: of the samples in the iteration, for group-wise rewards; default 0, 1, ...
+        thread: for a generator on a GPU. On the CPU a second thread that computes would only be in its way.
+        first: the rewards were never called. Nothing runs beside them on the first chunk then: while a model loads its
+            weights, defaults of torch such as the dtype may be others, for all threads.
+        """
         self.rewards, self.first = rewards, first
         self.prompts = [p.text for p in prompts]
         self.columns = columns_of(prompts, columns)
@@ -54,7 +57,7 @@ class Scoring:
         self._added = 0
         self._answers: list[Future[Generator[dict[str, RewardOutput]]]] = []
         self._waiting: SimpleQueue = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="flowrl-scoring", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="flowrl-scoring", daemon=True) if thread else None
 
     def add(self, images: Tensor) -> None:
         """The images `[b, 3, H, W]` of the next b rows.
@@ -71,10 +74,13 @@ class Scoring:
         for earlier in self._answers:
             if earlier.done():
                 earlier.result()
-        self._answers.append(Future())
-        self._waiting.put((rows, self._answers[-1]))
-        if self.first and len(self._answers) == 1:
-            self._answers[0].result()
+        self._answers.append(answers := Future())
+        if self._thread is None:
+            self._call(rows, answers)
+        else:
+            self._waiting.put((rows, answers))
+        if self._thread is None or (self.first and rows.start == 0):
+            answers.result()
 
     def result(self) -> Scores:
         """The scores of all rows, when the last reward has answered. Raises as `RewardSet.score` does."""
@@ -85,33 +91,39 @@ class Scoring:
         answers = {name: _joined([part[name] for part in parts]) for name in self.rewards.weights}
         return self.rewards.judge(answers, self.media, self.prompts, self.columns)
 
+    def _call(self, rows: slice, answers: Future) -> None:
+        """Call the rewards on a chunk; the trainer's thread meets their errors in `add` or `result`."""
+        try:
+            with torch.no_grad():
+                answers.set_result(self.rewards.start(self.media, self.prompts, self.columns, rows))
+        except BaseException as error:
+            answers.set_exception(error)
+
     def _work(self) -> None:
-        with torch.no_grad():  # grad mode and device are one per thread
-            while (chunk := self._waiting.get()) is not None:
-                rows, future = chunk
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    if self.media.is_cuda:
-                        torch.cuda.set_device(self.media.device)
-                    future.set_result(self.rewards.start(self.media, self.prompts, self.columns, rows))
-                except BaseException as error:  # the trainer's thread meets it in `add` or `result`
-                    future.set_exception(error)
-                    return
+        while (chunk := self._waiting.get()) is not None:
+            rows, answers = chunk
+            if not answers.set_running_or_notify_cancel():
+                continue
+            if self.media.is_cuda:
+                torch.cuda.set_device(self.media.device)  # every thread has its own
+            self._call(rows, answers)
+            if answers.exception() is not None:
+                return
 
     def __enter__(self) -> Scoring:
-        self._thread.start()
+        if self._thread is not None:
+            self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        for future in self._answers:
-            future.cancel()
+        for answers in self._answers:
+            answers.cancel()
         self._waiting.put(None)
-        if kind is None or issubclass(kind, Exception):
+        if self._thread is not None and (kind is None or issubclass(kind, Exception)):
             self._thread.join()  # not after Ctrl-C: its reward may take long, and the thread ends with the process
-        for future in self._answers:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().close()
+        for answers in self._answers:
+            if answers.done() and not answers.cancelled() and answers.exception() is None:
+                answers.result().close()
 
 
 def _joined(parts: Sequence[RewardOutput]) -> RewardOutput:

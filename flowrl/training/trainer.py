@@ -292,13 +292,15 @@ class Trainer:
         member = [m for n in sizes for m in range(n)]
         numbers = self.plan.rows(a.seed, iteration, rank)
         mine = [every[s] for s in numbers]
-        scoring = Scoring(self.rewards, mine, self.prompts.columns, numbers, first=not self._scored)
+        thread = self.accelerator.device.type != "cpu"
+        scoring = Scoring(self.rewards, mine, self.prompts.columns, numbers, thread=thread, first=not self._scored)
         with self._failed_saved(iteration), scoring:
 
             def decode(latents: Tensor) -> None:
                 with self._timed("decode"):
                     images = self.policy.decode(latents)
-                scoring.add(images)
+                with self._timed("reward"):
+                    scoring.add(images)
 
             with self._timed("rollout"), self.policy.use(self.objective.behaviour):
                 rollout = self.policy.sample(

@@ -194,7 +194,8 @@ def test_a_run_leaves_a_record_and_is_not_repeated(tmp_path, prompts, capsys, mo
     first, second, third = record["points"]
     assert [p["forwards"] for p in record["points"]] == [0, 8 * 13, 2 * 8 * 13]
     assert [p["work"] for p in record["points"]] == [0, 8 * 25, 2 * 8 * 25]
-    assert [p["seconds"] for p in record["points"]] == [0, 4, 8]  # rollout, decode, reward, update
+    # rollout, decode, reward of its one batch and of all, update
+    assert [p["seconds"] for p in record["points"]] == [0, 5, 10]
     assert first["kl"] == 0.0 < second["kl"] < third["kl"]
     assert 0 < third["diversity"] < 1 and 0 <= third["zero_spread_share"] <= 1
     assert first["zero_spread_share"] is None and set(first["per_task"]) <= {"single_object", *third["per_task"]}

@@ -29,11 +29,20 @@ def images():
     return torch.rand(12, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
-def scored(rewards, images, size, prompts=None):
+both = pytest.mark.parametrize("thread", [True, False], ids=["thread", "no-thread"])
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Rewards get a thread of their own, as when the generator is on a GPU."""
+    monkeypatch.setattr("flowrl.training.trainer.Scoring", lambda *args, **kw: Scoring(*args, **kw | {"thread": True}))
+
+
+def scored(rewards, images, size, prompts=None, thread=True):
     """`images` in chunks of `size` through a `Scoring`."""
     rewards = rewards if isinstance(rewards, RewardSet) else RewardSet(rewards)
     prompts = prompts or [Prompt(i, f"prompt {i}", {"row": i}) for i in range(len(images))]
-    with Scoring(rewards, prompts, ["row"]) as scoring:
+    with Scoring(rewards, prompts, ["row"], thread=thread) as scoring:
         for chunk in images.split(size):
             scoring.add(chunk)
         return scoring.result()
@@ -53,7 +62,7 @@ def count_forwards(trainer, then):
     trainer.policy.module.register_forward_pre_hook(hook)
 
 
-def test_a_batch_is_scored_while_the_next_is_sampled(make_trainer, tmp_path):
+def test_a_batch_is_scored_while_the_next_is_sampled(make_trainer, as_on_a_gpu, tmp_path):
     third, order, begun = threading.Event(), [], []
 
     def patient(images, prompts):
@@ -81,7 +90,8 @@ def test_a_batch_is_scored_while_the_next_is_sampled(make_trainer, tmp_path):
     assert not scoring_threads()
 
 
-def test_rewards_that_wait_do_so_together_while_others_compute(images):
+@both
+def test_rewards_that_wait_do_so_together_while_others_compute(images, thread):
     """All three batches' requests are open before one is answered; beside them a reward computes."""
     opened, computed = asyncio.Event(), []
     waiting = 0
@@ -98,7 +108,7 @@ def test_rewards_that_wait_do_so_together_while_others_compute(images):
         computed.append(len(prompts))
         return brightness(images, prompts)
 
-    scores = scored({server: 1.0, local: 0.5}, images, 5)
+    scores = scored({server: 1.0, local: 0.5}, images, 5, thread=thread)
     assert computed == [5, 5, 2]
     assert torch.equal(scores.total, 1.5 * brightness(images, None))
 
@@ -106,8 +116,35 @@ def test_rewards_that_wait_do_so_together_while_others_compute(images):
 # --------------------------------------------------------------------------------------------- nothing changes
 
 
+def test_an_async_reward_answers_while_the_next_batch_is_sampled(make_trainer, tmp_path):
+    third = threading.Event()
+
+    async def server(images, prompts):
+        assert await asyncio.to_thread(third.wait, SECONDS), "the third batch waited for the scores of the first"
+        return brightness(images, prompts)
+
+    trainer = make_trainer(tmp_path, rewards=server, sample_batch_size=3)
+    count_forwards(trainer, lambda begun: third.set() if begun == 3 else None)
+    rollout, batch, *_ = trainer.rollout(0)
+    rows = torch.tensor(trainer.plan.rows(3, 0, 0)).argsort()
+    assert torch.equal(batch.reward, brightness(rollout.media, None)[rows])
+
+
+def test_on_the_cpu_nothing_computes_beside_the_sampling(make_trainer, tmp_path):
+    threads = []
+
+    def local(images, prompts):
+        threads.append((threading.current_thread(), torch.is_grad_enabled()))
+        return brightness(images, prompts)
+
+    trainer = make_trainer(tmp_path, rewards=local, sample_batch_size=3)
+    trainer.rollout(0)
+    assert threads == [(threading.main_thread(), False)] * 3
+    assert trainer.phase is None and trainer.seconds["reward"] > 0
+
+
 @pytest.mark.parametrize("plan", [None, Window(2, (0, 3), scope="sample")], ids=["one-path", "several-paths"])
-def test_images_and_scores_are_those_of_one_call(make_trainer, tmp_path, plan):
+def test_images_and_scores_are_those_of_one_call(make_trainer, as_on_a_gpu, tmp_path, plan):
     async def red(images, prompts, tag):
         await asyncio.sleep(0)
         return images[:, 0].flatten(1).mean(1) + torch.tensor([t == "count" for t in tag])
@@ -133,12 +170,13 @@ def test_images_and_scores_are_those_of_one_call(make_trainer, tmp_path, plan):
     assert torch.equal(batch.reward.nan_to_num(), scores.total[rows].nan_to_num())
 
 
-def test_details_are_joined_and_missing_ones_are_none(images):
+@both
+def test_details_are_joined_and_missing_ones_are_none(images, thread):
     def judge(images, prompts, row):
         details = {"row": torch.tensor(row)} | ({"reason": [f"slow {i}" for i in row]} if 0 in row else {})
         return RewardOutput(brightness(images, prompts), torch.tensor([i != 1 for i in row]), details)
 
-    found = scored(judge, images, 6).details["judge"]
+    found = scored(judge, images, 6, thread=thread).details["judge"]
     assert [int(i) for i in found["row"]] == list(range(12))
     assert found["reason"] == [f"slow {i}" for i in range(6)] + [None] * 6
 
@@ -185,9 +223,10 @@ def invalid(values, valid, i):
         (invalid, 0.3, "4 of 12 samples could not be scored", [4, 5, 6, 7]),
     ],
 )
-def test_errors_count_the_rows_of_the_whole_rollout(images, tmp_path, answer, share, message, rows):
+@both
+def test_errors_count_the_rows_of_the_whole_rollout(images, tmp_path, answer, share, message, rows, thread):
     with pytest.raises(RewardError, match=message) as failure:
-        scored(RewardSet(bad_rows(answer), share), images, 4)
+        scored(RewardSet(bad_rows(answer), share), images, 4, thread=thread)
     assert failure.value.rows == rows and torch.equal(failure.value.images[rows], images[rows])
     saved = json.loads(failure.value.save(tmp_path).read_text())["samples"]
     assert [(s["row"], s["prompt"], s["columns"]) for s in saved] == [(i, f"prompt {i}", {"row": i}) for i in rows]
@@ -207,7 +246,7 @@ def test_broken_images_are_named_by_their_row(images):
     assert failure.value.rows == [7] and failure.value.reward == "(input)"
 
 
-def test_a_failed_reward_ends_the_sampling_and_saves_its_batch(make_trainer, tmp_path):
+def test_a_failed_reward_ends_the_sampling_and_saves_its_batch(make_trainer, as_on_a_gpu, tmp_path):
     failed, begun = threading.Event(), []
 
     def judge(images, prompts):
@@ -233,7 +272,8 @@ def test_a_failed_reward_ends_the_sampling_and_saves_its_batch(make_trainer, tmp
     assert [s["row"] for s in saved["samples"]] == [0, 1]
 
 
-def test_what_still_waits_is_given_up_with_the_first_failure(images):
+@both
+def test_what_still_waits_is_given_up_with_the_first_failure(images, thread):
     cancelled = threading.Event()
 
     async def judge(images, prompts, row):
@@ -245,7 +285,7 @@ def test_what_still_waits_is_given_up_with_the_first_failure(images):
             cancelled.set()
 
     with pytest.raises(RewardError, match="the judge is away") as failure:
-        scored(judge, images, 4)
+        scored(judge, images, 4, thread=thread)
     assert failure.value.rows == [0, 1, 2, 3]
     assert cancelled.wait(SECONDS)
 
@@ -265,7 +305,7 @@ def test_an_error_of_the_sampling_leaves_no_thread_behind(images, error):
         assert release.wait(SECONDS)
         return brightness(images, prompts)
 
-    with pytest.raises(error), Scoring(RewardSet(judge), [Prompt(0, "a")] * 12, []) as scoring:
+    with pytest.raises(error), Scoring(RewardSet(judge), [Prompt(0, "a")] * 12, [], thread=True) as scoring:
         for chunk in images.split(4):
             scoring.add(chunk)
         assert running.wait(SECONDS)
