@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         if recipe:
             sub.add_argument("recipe", metavar="RECIPE", help="a recipe's name (see `flowrl recipes`) or YAML file")
-            sub.add_argument("overrides", metavar="key=value", nargs="*", help="such as training.iterations=10")
+            sub.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="such as training.iterations=10")
         if as_json:
             sub.add_argument("--json", action="store_true", help="print JSON instead of tables")
         sub.add_argument("--traceback", action="store_true", help="show where an error came from")
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         help="00000/metadata.jsonl and 00000/samples/*.png; golden: twelve bundled drawings",
     )
     images.add_argument("--model", metavar="MODEL|RECIPE", help="make the images with it, in --output")
-    sub.add_argument("overrides", metavar="key=value", nargs="*", help="settings of the RECIPE")
+    sub.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="settings of the RECIPE")
     sub.add_argument(
         "--detector", metavar="NAME", default="mask2former", help="default mask2former; see docs/geneval.md"
     )
@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--write-docs", metavar="DIR", type=Path, help="write all cards as pages of the documentation")
     sub = command(_bench, "compare the algorithms and samplers under one budget", recipe=False)
     sub.add_argument("world", choices=["miniature"])
-    sub.add_argument("overrides", metavar="key=value", nargs="*", help="recipe settings of every run")
+    sub.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="recipe settings of every run")
     sub.add_argument("--only", metavar="A,B", type=_names, help="some of the methods; default: all")
     sub.add_argument("--seeds", metavar="N,M", type=_seeds, default=[0, 1, 2], help="default 0,1,2")
     sub.add_argument("--forwards", metavar="N", type=_positive, help="budget of transformer forwards; default 200000")
@@ -621,7 +621,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
     def shown(key: str, value: Any) -> str:
         if isinstance(value, float):
-            return f"{value:+.3f}" if key == "change" else f"{value:.3f}"
+            digits = ".3f" if value == 0 or abs(value) >= 1e-3 else ".1e"
+            return f"{value:{'+' if key == 'change' else ''}{digits}}"
         return "-" if value is None else str(value)
 
     keys = list(rows[0])

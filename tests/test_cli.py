@@ -11,7 +11,7 @@ import torch
 import yaml
 from PIL import Image
 
-from flowrl.cli import main
+from flowrl.cli import _table, main
 
 SMALL = [
     "model.max_sequence_length=0",
@@ -165,6 +165,17 @@ def test_recipes(capsys):
 def test_bad_input_is_one_clear_line(argv, message, capsys):
     line = fails(capsys, *argv)
     assert message in line and "--traceback" in line
+
+
+def test_a_missing_recipe_is_all_that_is_missing(capsys):
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert "required: RECIPE\n" in capsys.readouterr().err
+
+
+def test_small_numbers_are_not_shown_as_zero():
+    rows = [{"name": "a", "score": 0.00012, "change": -0.5}, {"name": "b", "score": 0.0, "change": 0.00034}]
+    assert _table(rows).split()[-6:] == ["a", "1.2e-04", "-0.500", "b", "0.000", "+3.4e-04"]
 
 
 def test_arguments_that_fit_no_command(capsys):

@@ -168,7 +168,7 @@ def golden_check(judge: Judge, device: torch.device | str = "cpu") -> str:
     named = judge.identity["detector"], judge.identity["colors"]
     wrong: dict[str, str] = {}
     missed = 0
-    for name, pixels, metadata, correct in scenes:
+    for name, pixels, metadata, correct in tqdm(scenes, desc="golden set", leave=False):
         (record,) = judge(_tensor(pixels)[None].to(device), [metadata])
         if record["correct"] != correct:
             missed += correct

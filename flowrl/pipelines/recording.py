@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.utils import logging
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -487,7 +488,7 @@ class DiffusersPolicy:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if self.peft_config is None:
-            with self._whole(weights) as module:
+            with self._whole(weights) as module, _errors_only():  # diffusers warns of every component that is None
                 self.pipe.save_pretrained(directory, safe_serialization=True)
                 _verify(directory / "transformer", module.state_dict())
             return
@@ -516,6 +517,17 @@ class DiffusersPolicy:
             yield module
         finally:
             self.pipe.transformer = self.module
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Without the warnings of diffusers."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _verify(directory: Path, live: Mapping[str, Tensor]) -> None:

@@ -173,14 +173,25 @@ def read_manifest(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
                 f"{path} is missing, cut short or changed. Delete {folder} and resume from the one before it."
             )
     ours = json.loads(json.dumps(dict(identity)))
-    different = [k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
-    if different:
-        shown = "; ".join(f"{k}: {theirs.get(k)!r} there, {ours.get(k)!r} here" for k in different[:4])
+    different = [_difference(k, theirs.get(k), ours.get(k)) for k in sorted({*ours, *theirs})]
+    if any(different):
+        shown = "; ".join(d for d in different if d)
         raise CheckpointError(
             f"{folder} belongs to another run ({shown}). Use the settings it was made with (recipe.yaml beside it), or "
             "another output_dir."
         )
     return manifest
+
+
+def _difference(key: str, there: Any, here: Any) -> str:
+    """What two values of a key do not share, in words; empty if they are equal."""
+    if there == here:
+        return ""
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        return f"{key}: {there!r} there, {here!r} here"
+    inner = [_difference(f"{key}.{k}", there.get(k), here.get(k)) for k in sorted({*there, *here})]
+    inner = [text for text in inner if text]
+    return "; ".join(inner) if len(inner) <= 4 else f"{key}: {len(inner)} entries"
 
 
 def load(

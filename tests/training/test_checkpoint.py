@@ -244,7 +244,7 @@ def test_other_weights_of_the_same_prompts_are_refused(make_trainer, state_of, i
 def test_a_schedule_that_depends_on_the_length_refuses_another_length(make_trainer, state_of, identical, tmp_path):
     _, folder = saved(make_trainer, tmp_path / "a", lr_scheduler="linear")
     other = make_trainer(tmp_path / "b", lr_scheduler="linear", iterations=9)
-    refused(other, state_of, identical, folder, "another run")
+    refused(other, state_of, identical, folder, r"another run \(training.iterations: \d+ there, 9 here\)")
 
 
 def test_what_is_no_part_of_the_experiment_may_change(make_trainer, tmp_path, run):
