@@ -70,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         if recipe:
             sub.add_argument("recipe", metavar="RECIPE", help="a recipe's name (see `flowrl recipes`) or YAML file")
-            sub.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="such as training.iterations=10")
+            sub.add_argument(
+                "overrides", metavar="key=value", nargs="*", default=[], help="such as training.iterations=10"
+            )
         if as_json:
             sub.add_argument("--json", action="store_true", help="print JSON instead of tables")
         sub.add_argument("--traceback", action="store_true", help="show where an error came from")
@@ -430,7 +432,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     if args.docs is not None:
         with _usage():
-            results.write_comparison(args.docs, results.load(), results.load_samplers())
+            results.write_comparison(args.docs, results.load())
         print(args.docs)
         return 0
     given = {"forwards": args.forwards, "seconds": args.seconds}

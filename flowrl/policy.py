@@ -28,6 +28,22 @@ class Transition:
     """`[b, ...]`, the network's guided output, float32."""
 
 
+class Copies(Protocol):
+    """Named copies of the trainable weights; the trainer provides them."""
+
+    def swapped(self, name: str) -> AbstractContextManager[None]:
+        """Run a block with a copy in place of the policy."""
+        ...
+
+    def is_policy(self, name: str) -> bool:
+        """Whether a copy equals the policy, bit for bit. False also where only all processes together could tell."""
+        ...
+
+    def blend(self, name: str, decay: float) -> None:
+        """copy <- decay * copy + (1 - decay) * policy."""
+        ...
+
+
 class Policy(Protocol):
     """A generator seen as a policy. Every method but `evaluate` and `velocity` runs without gradients."""
 
@@ -35,8 +51,7 @@ class Policy(Protocol):
     """The network whose parameters are trained, unwrapped: rollouts call it."""
     forward_module: nn.Module
     """The same network as the launcher wrapped it (DDP): passes with gradients go through it."""
-    copies: Callable[[str], AbstractContextManager[None]] | None
-    """Puts a named copy of the trainable weights in place; the trainer provides it."""
+    copies: Copies | None
 
     def encode(self, prompts: Sequence[Prompt], guidance_scale: float = 1.0) -> Conditioning:
         """Prompt embeddings, one row per entry, cached by text."""
@@ -78,6 +93,10 @@ class Policy(Protocol):
 
     def use(self, weights: Weights) -> AbstractContextManager[None]:
         """Run the block with other weights; the policy's own are back afterwards, whatever happens inside."""
+        ...
+
+    def equals(self, weights: Weights) -> bool:
+        """Whether a pass with these weights is known to give what the policy's own gives: it can be saved."""
         ...
 
     def save_pretrained(self, directory: str | Path) -> None:

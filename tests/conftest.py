@@ -262,7 +262,7 @@ def give_copies():
         from flowrl.training.weights import WeightCopies
 
         copies = WeightCopies(policy.trainable(), names)
-        policy.copies = copies.swapped
+        policy.copies = copies
         return copies
 
     return give

@@ -315,7 +315,8 @@ def comparison(
 ) -> list[Job]:
     """A job for every (seed, variant), with records in `output`.
 
-    Settings come from `output/tuning.json` where it names the variant, else they are the recipe's.
+    Settings come from `output/tuning.json` where it names the variant; samplers fall back on what it says of
+    Flow-GRPO; else they are the recipe's.
 
     Raises:
         ValueError: an unknown variant or an override that does not fit, or `output` holds a record that was made with
@@ -325,7 +326,8 @@ def comparison(
     jobs = []
     for seed in seeds:
         for v in select(only):
-            chosen = tuning.get(v.name, {}).get("chosen", {})
+            tuned = v.name if v.name in tuning or v.name not in SAMPLERS else SAMPLERS[0]
+            chosen = tuning.get(tuned, {}).get("chosen", {})
             jobs.append(Job(output / v.name / f"seed-{seed}.json", v, seed, chosen, budget, overrides))
     return jobs
 

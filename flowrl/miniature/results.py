@@ -23,11 +23,6 @@ def load(file: Path = RESULTS) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-def load_samplers() -> dict[str, Any] | None:
-    """The repository's results of the samplers."""
-    return load(RESULTS.with_name("samplers.json"))
-
-
 def at(points: Sequence[dict[str, Any]], axis: Axis, budget: float) -> dict[str, Any]:
     """The last evaluation within a budget."""
     return [p for p in points if p[axis] <= budget][-1]
@@ -148,17 +143,10 @@ def plot(results: Mapping[str, Any], folder: Path, prefix: str = "") -> list[Pat
 # ---------------------------------------------------------------------------------------------------------- pages
 
 
-def comparison(results: Mapping[str, Any] | None, samplers: Mapping[str, Any] | None = None) -> str:
-    """The part of the comparison page that the results decide; `samplers` are results under another budget."""
+def comparison(results: Mapping[str, Any] | None) -> str:
+    """The part of the comparison page that the results decide."""
     if results is None:
         return "No results are in the repository yet."
-    parts = [_section(results, "comparison")]
-    if samplers is not None:
-        parts += ["## A first look at the samplers", _section(samplers, "comparison-samplers")]
-    return "\n\n".join(parts)
-
-
-def _section(results: Mapping[str, Any], plots: str) -> str:
     budget = results["budget"]
     tried = "chosen by the search below" if results["tuning"] else "the recipes'; nothing was tuned"
     seeds = sorted({r["seed"] for r in results["runs"]})
@@ -167,10 +155,10 @@ def _section(results: Mapping[str, Any], plots: str) -> str:
         f"Seeds {', '.join(map(str, seeds))}; learning rates and coefficients {tried}. {machines}.",
         f"### {budget['forwards']:,} transformer forwards",
         markdown(rows(results, "forwards")),
-        f"![Held-out score over transformer forwards]({plots}-forwards.png)",
+        "![Held-out score over transformer forwards](comparison-forwards.png)",
         f"### {budget['seconds']:g} seconds",
         markdown(rows(results, "seconds")),
-        f"![Held-out score over seconds]({plots}-seconds.png)",
+        "![Held-out score over seconds](comparison-seconds.png)",
     ]
     failures = [f"- {r['variant']}, seed {r['seed']}: {r['failure']}" for r in results["runs"] if r["failure"]]
     if failures:
@@ -196,7 +184,7 @@ def search_rows(tuning: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def write_comparison(page: Path, results: Mapping[str, Any] | None, samplers: Mapping[str, Any] | None = None) -> None:
+def write_comparison(page: Path, results: Mapping[str, Any] | None) -> None:
     """Put the results between the page's markers and the plots beside it.
 
     Raises:
@@ -206,11 +194,9 @@ def write_comparison(page: Path, results: Mapping[str, Any] | None, samplers: Ma
     start, end = (text.find(m) for m in MARKERS)
     if start < 0 or end < start:
         raise ValueError(f"{page} lacks the lines {MARKERS[0]} and {MARKERS[1]}")
-    for found, prefix in ((results, "comparison-"), (samplers, "comparison-samplers-")):
-        if found is not None:
-            plot(found, page.parent, prefix)
-    written = comparison(results, samplers)
-    page.write_text(f"{text[:start]}{MARKERS[0]}\n\n{written}\n\n{text[end:]}", encoding="utf-8")
+    if results is not None:
+        plot(results, page.parent, "comparison-")
+    page.write_text(f"{text[:start]}{MARKERS[0]}\n\n{comparison(results)}\n\n{text[end:]}", encoding="utf-8")
 
 
 def card_facts(card: Card, cost: Mapping[str, Any] | None, results: Mapping[str, Any] | None) -> dict[str, Any]:

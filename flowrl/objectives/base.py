@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from flowrl.core import AdvOut, Batch
-from flowrl.policy import Policy, Weights
+from flowrl.policy import Copies, Policy, Weights
 from flowrl.rollout import Prompt, Rollout
 from flowrl.samplers.flow import FlowSampler
 
@@ -21,14 +21,6 @@ def check_combine(combine: str) -> None:
     """Raise ValueError unless it is a `Combine`, a way from several rewards to one advantage."""
     if combine not in get_args(Combine):
         raise ValueError(f"unknown combine {combine!r}: one of {', '.join(get_args(Combine))}")
-
-
-class Copies(Protocol):
-    """The trainer's copies of the trainable weights, as `after_update` sees them."""
-
-    def blend(self, name: str, decay: float) -> None:
-        """copy <- decay * copy + (1 - decay) * policy."""
-        ...
 
 
 @dataclass(frozen=True)

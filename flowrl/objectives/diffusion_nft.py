@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flowrl import noise
 from flowrl.core import PRESETS, AdvOut, Algorithm, Batch, with_gdpo
-from flowrl.objectives.base import Combine, Copies, Micro, Objective, check_combine
-from flowrl.policy import Policy, Weights
+from flowrl.objectives.base import Combine, Micro, Objective, check_combine
+from flowrl.policy import Copies, Policy, Weights
 from flowrl.rollout import Rollout
 from flowrl.samplers.flow import FlowSampler
 
@@ -110,7 +110,8 @@ class DiffusionNFT(Objective):
         kl: weight of the velocity-space pull to the reference, 0 skips the pass (1e-4 released; the paper has none).
         adv_clip_max, z_mult, mode: see `optimality`.
         form, adaptive: see `nft_loss`.
-        old_schedule: 0 on-policy, 1 default, 2 slow (see `DECAY`).
+        old_schedule: 0 on-policy, 1 default, 2 slow (see `DECAY`). On-policy with one update an iteration the old copy
+            is the policy, and its pass is saved.
         timestep_fraction: share of the grid's times used.
         combine: how several rewards become one advantage, "sum" or "gdpo"; see `TrajectoryObjective`.
     """
@@ -172,14 +173,17 @@ class DiffusionNFT(Objective):
         )
         x = torch.lerp(x0, eps, t.reshape(-1, *[1] * (x0.ndim - 1))).to(rollout.latents.dtype)
         # Passes with other weights come first: none may change between the pass with gradients and its backward.
+        v_old = v_ref = None
         with torch.no_grad():
-            with policy.use("old"):
-                v_old = policy.velocity(x, t, rollout)
-            v_ref = None
+            if not policy.equals("old"):  # it does where `old_schedule` is 0, until the first optimizer step
+                with policy.use("old"):
+                    v_old = policy.velocity(x, t, rollout)
             if self.kl > 0:
                 with policy.use("reference"):
                     v_ref = policy.velocity(x, t, rollout)
         v = policy.velocity(x, t, rollout)
+        if v_old is None:
+            v_old = v.detach()
 
         keep = micro.batch.loss_mask[:, 0]
         totals = micro.batch.totals

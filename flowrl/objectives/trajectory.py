@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flowrl.core import PRESETS, AdvOut, Algorithm, Batch, Preset, beta_update, with_gdpo
-from flowrl.objectives.base import Combine, Copies, Micro, Objective, check_combine
-from flowrl.policy import Policy, Transition
+from flowrl.objectives.base import Combine, Micro, Objective, check_combine
+from flowrl.policy import Copies, Policy, Transition
 from flowrl.rollout import Prompt, Rollout
 from flowrl.samplers.flow import CPS, FlowSampler
 

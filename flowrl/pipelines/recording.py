@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flowrl import noise
 from flowrl.pipelines.families import family_of
-from flowrl.policy import Transition, Weights
+from flowrl.policy import Copies, Transition, Weights
 from flowrl.rollout import Conditioning, Prompt, Rollout
 from flowrl.samplers.flow import ODE, FlowSampler
 from flowrl.samplers.plans import StepPlan
@@ -134,7 +134,7 @@ class DiffusersPolicy:
         self.module: Any = pipe.transformer
         self._transformer_class = type(pipe.transformer)  # sharding makes a class of its own
         self.forward_module: Any = self.module
-        self.copies: Callable[[str], AbstractContextManager[None]] | None = None
+        self.copies: Copies | None = None
         self._cache: dict[tuple[str, bool], dict[str, Tensor]] = {}
 
         for component in pipe.components.values():
@@ -461,7 +461,13 @@ class DiffusersPolicy:
             return self._adapter_off()
         if self.copies is None:
             raise RuntimeError(f"no copy {weights!r} of the weights: a Trainer provides it (Policy.copies)")
-        return self.copies(weights)
+        return self.copies.swapped(weights)
+
+    def equals(self, weights: Weights) -> bool:
+        """Whether these weights are the policy's own, bit for bit; False where that is not known."""
+        if weights == "policy":
+            return True
+        return self.copies is not None and self.copies.is_policy(weights)
 
     @contextmanager
     def _adapter_off(self) -> Iterator[None]:

@@ -202,7 +202,7 @@ class Trainer:
         if args.ema_decay is not None:
             names.append("ema")
         self.copies = WeightCopies(self.policy.trainable(), tuple(names), self.policy.module)
-        self.policy.copies = self.copies.swapped
+        self.policy.copies = self.copies
 
         self.iteration = 0
         self.updates = 0

@@ -68,6 +68,15 @@ class WeightCopies:
         else:
             torch._foreach_lerp_(self._copies[name], self._live(), 1 - decay)
 
+    def is_policy(self, name: str) -> bool:
+        """Whether a copy equals the policy, bit for bit.
+
+        False also for a copy that there is not, and for sharded weights: only all processes together could tell.
+        """
+        if self._sharded or name not in self._copies or self._backup is not None:
+            return False
+        return all(torch.equal(a, b) for a, b in zip(self._copies[name], self._live(), strict=True))
+
     @contextmanager
     def swapped(self, name: str) -> Iterator[None]:
         """Run a block with a copy in place of the policy; the policy's bits are restored whatever happens."""

@@ -615,6 +615,31 @@ def test_real_policy_first_iteration_has_no_distance_to_its_old_self(make_sd3_po
     assert max(g.abs().max().item() for g in flat.values()) < 1e-7 * max(g.abs().max().item() for g in grads.values())
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_on_policy_the_old_pass_is_saved_and_changes_no_bit(
+    make_sd3_policy, make_rows, give_copies, perturb, update, lora
+):
+    policy = make_sd3_policy(lora or None)
+    copies = give_copies(policy, "old", *(() if lora else ("reference",)))
+    perturb(policy)
+    sampler, objective = FlowSDE(steps=3), DiffusionNFT(kl=0.1, old_schedule=0)
+    objective.after_update(copies, 7, {})
+    prompts, members = make_rows()
+    rollout = policy.sample(prompts, members, sampler, seed=1, iteration=0, batch_size=4)
+    calls = []
+    policy.module.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+
+    assert policy.equals("old") and policy.equals("policy") and not policy.equals("reference")
+    loss, grads, metrics = update(objective, policy, rollout, sampler)
+    assert calls == [False, True] * objective.columns(rollout)  # reference, policy
+    calls.clear()
+    policy.equals = lambda weights: False
+    again = update(objective, policy, rollout, sampler)
+    assert calls == [False, False, True] * objective.columns(rollout)
+    assert loss == again[0] and metrics == again[2]
+    assert all(torch.equal(grads[n], again[1][n]) for n in grads)
+
+
 # -------------------------------------------------------------------------------------------- arguments and interface
 
 

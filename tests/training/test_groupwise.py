@@ -168,7 +168,7 @@ def test_a_run_knows_its_reward_by_the_fingerprint(make_trainer, tmp_path):
     folder = trainer.save_checkpoint()
     assert trainer.identity()["rewards"] == {"judge v1": 1.0}
     make_trainer(tmp_path / "b", rewards={Judge("http://b:9000", "v1"): 1.0}).load_checkpoint(folder)
-    with pytest.raises(CheckpointError, match=r"another run \(rewards.judge v1: 1.0 there, None here; rewards.judge v2: None"):
+    with pytest.raises(CheckpointError, match=r"\(rewards.judge v1: 1.0 there, None here; rewards.judge v2: None"):
         make_trainer(tmp_path / "c", rewards={Judge("http://a:8000", "v2"): 1.0}).load_checkpoint(folder)
 
 

@@ -45,6 +45,22 @@ def test_a_swap_shows_the_copy_and_restores_every_bit(net, copies):
     assert all(p.requires_grad for p in net.parameters())
 
 
+def test_a_copy_is_the_policy_until_one_of_them_moves(net, copies):
+    assert not copies.is_policy("old") and not copies.is_policy("nothing")
+    copies.capture("old")
+    assert copies.is_policy("old")
+    with copies.swapped("old"):
+        assert not copies.is_policy("old")  # the policy is out of sight: nothing is said of it
+    assert copies.is_policy("old")
+    with torch.no_grad():
+        net[2].bias[1] += 1e-6
+    assert not copies.is_policy("old")
+    copies.blend("old", 0.0)
+    assert copies.is_policy("old")
+    copies._sharded = [net]  # other processes hold other shards
+    assert not copies.is_policy("old")
+
+
 def test_awkward_bits_survive(net, copies):
     with torch.no_grad():
         first = next(net.parameters())
