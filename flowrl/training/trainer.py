@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import time
@@ -18,7 +19,13 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import (
+    DistributedType,
+    convert_outputs_to_fp32,
+    disable_fsdp_ram_efficient_loading,
+    gather_object,
+    set_seed,
+)
 from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -138,6 +145,9 @@ class Trainer:
         check_trackers(trackers)
         self.output_dir = Path(args.output_dir)
         launched = int(os.environ.get("WORLD_SIZE", "1"))
+        # With it transformers would load text encoders and rewards on the first process only, and accelerate stumbles
+        # over the transformer's buffers. The launcher's default, for models that accelerate shards as they are loaded.
+        disable_fsdp_ram_efficient_loading()
         self.accelerator = Accelerator(
             cpu=launched > 1 and not torch.accelerator.is_available(),  # else accelerate ignores torchrun on CPU
             mixed_precision=args.mixed_precision,
@@ -156,6 +166,7 @@ class Trainer:
                 f"Start it with `torchrun --nproc_per_node {args.processes} -m flowrl train ...` "
                 "(`accelerate launch --cpu` starts one, whatever it is told)."
             )
+        self._check_precision()
         self.plan = BatchPlan(
             args.prompts_per_iteration,
             args.group_size,
@@ -169,10 +180,16 @@ class Trainer:
         if isinstance(pipe, str | Path):
             pipe = load_pipeline(pipe)
         self.policy = pipe if isinstance(pipe, DiffusersPolicy) else DiffusersPolicy(pipe, peft_config=peft_config)
-        self.policy.pipe.to(self.accelerator.device)
+        for component in self.policy.pipe.components.values():
+            # accelerate places what is trained: a model to be sharded need not fit on one device.
+            if isinstance(component, torch.nn.Module) and component is not self.policy.module:
+                component.to(self.accelerator.device)
         if args.gradient_checkpointing:
             self.policy.module.enable_gradient_checkpointing()
         parameters = self.policy.trainable()
+        if args.mixed_precision != "no":
+            for p in parameters.values():  # what the optimizer adds small steps to
+                p.data = p.data.float()
         self.optimizer = torch.optim.AdamW(
             parameters.values(),
             lr=args.learning_rate,
@@ -180,6 +197,7 @@ class Trainer:
             weight_decay=args.weight_decay,
             eps=args.adam_epsilon,
         )
+        self._autocast_shards()
         self.model, self.optimizer = self.accelerator.prepare(self.policy.module, self.optimizer)
         self.policy.forward_module = self.model
         if self._sharded and not sampler.plan.in_step:
@@ -215,6 +233,37 @@ class Trainer:
         self.recipe = dict(recipe or {})
         self._scored = False
         self._interrupted = False
+
+    def _check_precision(self) -> None:
+        """Refuse what accelerate would pass over in silence, and what the trainer does not support."""
+        acc, asked = self.accelerator, os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if asked not in ("no", self.args.mixed_precision):
+            raise ValueError(
+                f"the launcher asks for mixed_precision {asked!r} and the run for {self.args.mixed_precision!r}: set "
+                f"training.mixed_precision={asked}, or start it with `--mixed_precision {self.args.mixed_precision}`."
+            )
+        if self.args.mixed_precision == "fp16" and acc.scaler is None:
+            raise ValueError(
+                f"accelerate has mixed_precision 'fp16' on accelerators only and would compute in float32 on "
+                f"{acc.device}: use 'bf16' or 'no'."
+            )
+        if acc.distributed_type == DistributedType.FSDP and not acc.is_fsdp2:
+            raise ValueError("models are sharded by FSDP2, not by FSDP1: start it with `--fsdp_version 2`.")
+
+    def _autocast_shards(self) -> None:
+        """Half precision for a sharded model as accelerate has it for a whole one: autocast in a float32 frame.
+
+        FSDP2's own policy rounds all that enters and leaves (the time 1000 sigma, the latents) and adds gradients up in
+        half precision. It keeps its part: weights are gathered in half precision.
+        """
+        acc, module = self.accelerator, self.policy.module
+        if not acc.is_fsdp2 or acc.mixed_precision == "no":
+            return
+        plugin = acc.state.fsdp_plugin
+        plugin.mixed_precision_policy = replace(
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
+        )
+        module.forward = convert_outputs_to_fp32(acc.autocast()(module.forward))
 
     # --------------------------------------------------------------------------------------------- description
 
@@ -416,7 +465,9 @@ class Trainer:
             totals["effective_sample_size"] = monitors.effective_sample_size(*moments)
         norm = acc.clip_grad_norm_(self.policy.trainable().values(), a.max_grad_norm)
         totals["grad_norm"] = float(norm)
-        if a.mixed_precision != "fp16" and not torch.isfinite(torch.tensor([totals["loss"], float(norm)])).all():
+        # fp16: gradients may overflow, the scaler then skips the step and halves its scale. Below 1 that is not why.
+        may_skip = acc.scaler is not None and acc.scaler.get_scale() >= 1
+        if not math.isfinite(totals["loss"]) or not (math.isfinite(totals["grad_norm"]) or may_skip):
             bad = monitors.first_non_finite(
                 {
                     "latents": rollout.latents,
@@ -432,11 +483,19 @@ class Trainer:
                 "the last checkpoint."
             )
         lr_scale = totals.pop("lr_scale_min", 1.0)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] *= lr_scale
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         totals["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        skipped = acc.optimizer_step_was_skipped
+        if acc.scaler is not None:
+            totals["step_skipped"] = float(skipped)
+        if skipped:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            return totals
         self.lr_scheduler.step()
         if a.ema_decay is not None and self.updates % a.ema_every == 0:
             self.copies.blend("ema", ema_decay(self.updates, a.ema_decay))
