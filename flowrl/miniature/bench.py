@@ -59,6 +59,7 @@ COMMON = (
     "rewards={shapes_official: 0.66, shapes: 0.33}",  # the recipes' mix in [0, 1], which a Beta tracker needs
     "training.iterations=1000000",  # the budget ends a run
     "training.lr_scheduler=constant",
+    "training.ema_decay=0.9",
     "training.eval_images_per_prompt=8",
     "training.save_every=0",
     "training.keep_best=false",
@@ -84,7 +85,7 @@ VARIANTS: dict[str, Variant] = {
             (2.2, 3.0),
         ),
         Variant("superflow", "shapes-flow-grpo", (_TWO, "objective=SuperFlow"), *_KL),
-        Variant("diffusion-nft", "shapes-nft", (), "objective.nft_beta", (1.0, 0.1)),
+        Variant("diffusion-nft", "shapes-nft", ("objective.old_schedule=1",), "objective.nft_beta", (1.0, 0.1)),
         Variant("cps", "shapes-flow-grpo", (_TWO, "sampler=CPS"), *_KL),
         Variant("dance", "shapes-flow-grpo", (_TWO, "sampler=DanceSDE"), *_KL),
         Variant("fast", "shapes-flow-grpo", (_TWO, "sampler.plan={name: Window, size: 2, start_range: [0, 6]}"), *_KL),

@@ -175,7 +175,7 @@ class DiffusionNFT(Objective):
         # Passes with other weights come first: none may change between the pass with gradients and its backward.
         v_old = v_ref = None
         with torch.no_grad():
-            if not policy.equals("old"):  # it does where `old_schedule` is 0, until the first optimizer step
+            if self.old_schedule or not policy.equals("old"):  # on-policy they are one before the first step
                 with policy.use("old"):
                     v_old = policy.velocity(x, t, rollout)
             if self.kl > 0:
