@@ -187,9 +187,13 @@ class Trainer:
         if args.gradient_checkpointing:
             self.policy.module.enable_gradient_checkpointing()
         parameters = self.policy.trainable()
-        if args.mixed_precision != "no":
-            for p in parameters.values():  # what the optimizer adds small steps to
-                p.data = p.data.float()
+        for p in parameters.values():  # what the optimizer adds small steps to
+            if args.mixed_precision == "no" and p.dtype != torch.float32:
+                raise ValueError(
+                    f"the trained weights are {p.dtype} and would round the optimizer's steps away: load the model in "
+                    "float32, or set mixed_precision to 'bf16', which trains float32 weights."
+                )
+            p.data = p.data.float()
         self.optimizer = torch.optim.AdamW(
             parameters.values(),
             lr=args.learning_rate,
@@ -463,11 +467,14 @@ class Trainer:
         if "ratio_square_mean" in totals:
             moments = totals["ratio_mean"], totals["ratio_square_mean"]
             totals["effective_sample_size"] = monitors.effective_sample_size(*moments)
-        norm = acc.clip_grad_norm_(self.policy.trainable().values(), a.max_grad_norm)
+        # Of all parameters, those without a gradient too: of a part of them accelerate unscales shards' gradients twice.
+        norm = acc.clip_grad_norm_(self.model.parameters(), a.max_grad_norm)
         totals["grad_norm"] = float(norm)
         # fp16: gradients may overflow, the scaler then skips the step and halves its scale. Below 1 that is not why.
         may_skip = acc.scaler is not None and acc.scaler.get_scale() >= 1
         if not math.isfinite(totals["loss"]) or not (math.isfinite(totals["grad_norm"]) or may_skip):
+            if acc.scaler is not None:
+                acc.scaler.update()  # or it takes the next gradients for these ones
             bad = monitors.first_non_finite(
                 {
                     "latents": rollout.latents,

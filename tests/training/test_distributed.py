@@ -95,7 +95,7 @@ def _shard_on_cpu(**settings):
         "FSDP_VERSION": "2",
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "JointTransformerBlock",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
     } | settings
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_HPU
@@ -249,20 +249,202 @@ def test_a_sharded_model_trains_saves_and_resumes_the_same_run(
     assert all(torch.equal(v, again[k]) for k, v in saved.items())
 
 
-def sharded_windows(make_trainer, folder):
+def refuse_shards(make_trainer, folder):
+    windows = FlowSDE(steps=4, plan=Window(size=1, start_range=(0, 3), scope="sample"))
+    messages = []
+    for version, sampler in (("1", None), ("2", windows)):
+        _forget_the_parents_accelerator()
+        _shard_on_cpu(FSDP_VERSION=version)
+        try:
+            make_trainer(folder / "run", sampler=sampler)
+        except ValueError as error:
+            messages.append(str(error))
+    torch.save(messages, folder / f"refused-{torch.distributed.get_rank()}")
+
+
+def test_what_shards_cannot_do_is_refused(make_trainer, tmp_path):
+    debug_launcher(refuse_shards, (make_trainer, tmp_path), num_processes=2)
+    for rank in range(2):
+        version, windows = torch.load(tmp_path / f"refused-{rank}")
+        assert "not by FSDP1: start it with `--fsdp_version 2`" in version
+        assert "would wait for ever" in windows
+
+
+def encode(make_trainer, pipeline, folder):
     _forget_the_parents_accelerator()
     _shard_on_cpu()
-    plan = Window(size=1, start_range=(0, 3), scope="sample")
-    try:
-        make_trainer(folder / "run", sampler=FlowSDE(steps=4, plan=plan))
-    except ValueError as error:
-        (folder / f"refused-{torch.distributed.get_rank()}").write_text(str(error))
+    trainer = make_trainer(folder / "run", policy=pipeline)
+    rows = trainer.policy.encode(trainer.prompts[:2]).arguments
+    torch.save(rows, folder / f"rows-{trainer.accelerator.process_index}")
 
 
-def test_a_plan_that_lets_shards_wait_for_one_another_is_refused(make_trainer, tmp_path):
-    debug_launcher(sharded_windows, (make_trainer, tmp_path), num_processes=2)
+def test_every_process_has_the_text_encoders(make_trainer, make_sd3_policy, sd3_folder, tmp_path):
+    """The launcher's default lets transformers load its models on the first process only, for FSDP to hand out."""
+    debug_launcher(encode, (make_trainer, str(sd3_folder), tmp_path), num_processes=2)
+    expected = make_sd3_policy(max_sequence_length=128).encode(make_trainer(tmp_path / "one").prompts[:2]).arguments
     for rank in range(2):
-        assert "would wait for ever" in (tmp_path / f"refused-{rank}").read_text()
+        rows = torch.load(tmp_path / f"rows-{rank}")
+        assert rows.keys() == expected.keys() and all(torch.equal(rows[k], v) for k, v in expected.items())
+
+
+# ---------------------------------------------------------------------------------------------- half precision
+
+
+def halves(make_trainer, policy, folder, objective):
+    """Two iterations in bfloat16, then the second of them again from a checkpoint: what this process saw."""
+    settings = SETTINGS | {"eval_prompts": None, "mixed_precision": "bf16"}
+    trainer = make_trainer(folder / "run", objective, policy=policy(), rewards=brightness, **settings)
+    module, rank = trainer.policy.module, trainer.accelerator.process_index
+    seen = {"times": [], "computed": set(), "gathered": set(), "ratio": [], "samples": []}
+    module.time_text_embed.register_forward_pre_hook(lambda m, a: seen["times"].append(a[0].unique().tolist()))
+    attention = module.transformer_blocks[0].attn
+    attention.to_q.register_forward_hook(lambda m, a, out: seen["computed"].add(out.dtype))
+    attention.norm_q.register_forward_hook(lambda m, a, out: seen["gathered"].add(m.weight.dtype))
+    inner = trainer.rollout
+
+    def watched(iteration):
+        out = inner(iteration)
+        seen["ratio"].append(trainer.check_ratio(out[0]))
+        numbers = trainer.plan.rows(trainer.args.seed, iteration, rank)
+        seen["samples"].append({n: out[0].latents[i].clone() for i, n in enumerate(numbers)})
+        return out
+
+    trainer.rollout = watched
+    trainer.train()
+    trainer.save_pretrained(folder / "out")
+    again = make_trainer(folder / "again", objective, policy=policy(), rewards=brightness, **settings)
+    again.train(resume=folder / "run" / "checkpoints" / "iteration-000001")
+    state = state_in(trainer)
+    torch.save(
+        seen
+        | {
+            "kind": str(trainer.accelerator.distributed_type.value),
+            "state": state,
+            "different": [k for k, v in state_in(again).items() if not torch.equal(v, state[k])],
+        },
+        folder / f"result-{rank}.pt",
+    )
+
+
+def state_in(trainer):
+    """Weights, copies and moments, whole."""
+    live = trainer.policy.trainable()
+    state = {f"policy {n}": whole(p) for n, p in live.items()}
+    for name in trainer.copies.names:
+        with trainer.copies.swapped(name):
+            state |= {f"{name} {n}": whole(p) for n, p in live.items()}
+    moments = trainer._plain_optimizer().state
+    state |= {f"{k} {n}": whole(torch.as_tensor(v)) for n, p in live.items() for k, v in moments[p].items()}
+    assert all(torch.equal(whole(p), state[f"policy {n}"]) for n, p in live.items()), "a swap changed the policy"
+    return state
+
+
+def halves_of_shards(make_trainer, policy, folder, objective):
+    _forget_the_parents_accelerator()
+    _shard_on_cpu()
+    halves(make_trainer, policy, folder, objective)
+
+
+@pytest.mark.parametrize(("objective", "peft", "dtype"), [("nft", None, "float32"), ("grpo", True, "bfloat16")])
+def test_a_sharded_model_trains_in_half_precision_as_a_whole_one(
+    make_trainer, make_sd3_policy, make_sd3_pipe, rows_of, tmp_path, objective, peft, dtype
+):
+    def policy():
+        return make_sd3_policy(peft, dtype=getattr(torch, dtype))
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    halves(make_trainer, policy, tmp_path / "one", objective)
+    debug_launcher(halves_of_shards, (make_trainer, policy, tmp_path / "two", objective), num_processes=2)
+    (one,), two = results(tmp_path / "one", 1), results(tmp_path / "two", 2)
+    assert [r["kind"] for r in two] == ["FSDP", "FSDP"]
+    for r in (one, *two):
+        assert r["computed"] == {torch.bfloat16} and r["times"] and r["different"] == []
+        assert max(r["ratio"]) <= 1e-2
+        assert {v.dtype for v in r["state"].values()} == {torch.float32}
+    assert {d for r in two for d in r["gathered"]} == {torch.bfloat16}
+    assert two[0]["state"].keys() == one["state"].keys()
+    assert all(torch.equal(v, two[1]["state"][k]) for k, v in two[0]["state"].items())
+    # What enters and leaves the network is not rounded: the very same times, latents equal to a bfloat16 of their size.
+    assert {t for times in two[0]["times"] for t in times} == {t for times in one["times"] for t in times}
+    latents, expected = two[0]["samples"][0] | two[1]["samples"][0], one["samples"][0]
+    for number, x in expected.items():
+        assert x.dtype == latents[number].dtype == torch.float32
+        torch.testing.assert_close(latents[number], x, rtol=0, atol=2**-8 * x.abs().max().item())
+    # A bfloat16 keeps 8 bits: a rounding is up to 2^-9, and those of an update's passes largely cancel in its sums. An
+    # update follows others that were rounded differently, which moves a gradient by a few times that (two processes
+    # with whole models differ by 0.9 % from one). The loss of Flow-GRPO is a sum of about 1 that cancels to zero.
+    a, b = (rows_of(tmp_path / name / "run") for name in ("one", "two"))
+    for key, rel, absolute in (("grad_norm", 2e-2, 0), ("loss", 2e-3, 1e-4)):
+        name = f"train/{key}"
+        assert [r[name] for r in b] == pytest.approx([r[name] for r in a], rel=rel, abs=absolute), key
+    assert [r["reward/mean"] for r in b] == pytest.approx([r["reward/mean"] for r in a], abs=1e-4)
+    start = dict(policy().trainable())
+    moved = max((one["state"][f"policy {n}"] - p).abs().max().item() for n, p in start.items())
+    assert moved > 1e-4
+    for name, expected in one["state"].items():
+        if name.split()[0] in ("policy", "old", "ema", "reference"):
+            torch.testing.assert_close(two[0]["state"][name], expected, rtol=0, atol=0.1 * moved)
+    # Written in float32; stock diffusers loads it, in the dtype that it is asked for.
+    saved = {n.removeprefix("ema "): v for n, v in two[0]["state"].items() if n.startswith("ema ")}
+    files = (tmp_path / "two" / "out" / ("" if peft else "transformer")).glob("*.safetensors")
+    assert {v.dtype for f in files for v in load_file(f).values()} == {torch.float32}
+    for asked in (torch.float32, torch.bfloat16):
+        if peft:
+            pipe = make_sd3_pipe(asked)
+            pipe.load_lora_weights(tmp_path / "two" / "out", weight_name="pytorch_lora_weights.safetensors")
+        else:
+            # The tiny model has no T5; stock diffusers wants to be told so.
+            pipe = type(make_sd3_pipe()).from_pretrained(
+                tmp_path / "two" / "out", text_encoder_3=None, tokenizer_3=None, torch_dtype=asked
+            )
+        loaded = {n.replace(".default_0.", ".default."): p for n, p in pipe.transformer.named_parameters()}
+        assert saved.keys() <= loaded.keys()
+        for name, value in saved.items():
+            assert torch.equal(loaded[name], value.to(loaded[name].dtype)), name
+            assert loaded[name].dtype in (asked, torch.float32)
+
+
+def overflow_of_shards(make_trainer, policy, folder):
+    """float16 with gradients that overflow in one update, on the second process only."""
+    from accelerate import Accelerator
+
+    import flowrl.training.trainer as module
+
+    class Scaled(Accelerator):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.native_amp, self.scaler = True, torch.amp.GradScaler("cpu")  # accelerate has it for accelerators
+
+    _forget_the_parents_accelerator()
+    _shard_on_cpu()
+    module.Accelerator = Scaled
+    settings = SETTINGS | {"eval_prompts": None, "mixed_precision": "fp16", "iterations": 1}
+    trainer = make_trainer(folder / "run", policy=policy(), rewards=brightness, **settings)
+    acc, clip, calls = trainer.accelerator, trainer.accelerator.clip_grad_norm_, []
+    start = {n: whole(p) for n, p in trainer.policy.trainable().items()}
+
+    def overflow(parameters, limit):
+        parameters = list(parameters)
+        calls.append({n: torch.equal(whole(p), start[n]) for n, p in trainer.policy.trainable().items()})
+        if len(calls) == 1 and acc.process_index == 1:
+            gradients = [p.grad.to_local() for p in parameters if p.grad is not None]
+            next(g for g in gradients if g.numel())[0] = torch.inf
+        return clip(parameters, limit)
+
+    acc.clip_grad_norm_ = overflow
+    trainer.train()
+    calls.append({n: torch.equal(whole(p), start[n]) for n, p in trainer.policy.trainable().items()})
+    result = {"same": [set(c.values()) for c in calls], "updates": trainer.updates, "scale": acc.scaler.get_scale()}
+    torch.save(result, folder / f"result-{acc.process_index}.pt")
+
+
+def test_shards_skip_a_step_together(make_trainer, make_sd3_policy, rows_of, tmp_path):
+    debug_launcher(overflow_of_shards, (make_trainer, lambda: make_sd3_policy(True), tmp_path), num_processes=2)
+    for result in results(tmp_path, 2):
+        assert result["same"][:2] == [{True}, {True}] and False in result["same"][2]
+        assert result["updates"] == 1 and result["scale"] == 2.0**15
+    assert [r["train/step_skipped"] for r in rows_of(tmp_path / "run")] == [0.5]
 
 
 # ---------------------------------------------------------------------------------------------- refusals
