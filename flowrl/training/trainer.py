@@ -263,7 +263,7 @@ class Trainer:
         acc, module = self.accelerator, self.policy.module
         if not acc.is_fsdp2 or acc.mixed_precision == "no":
             return
-        plugin = acc.state.fsdp_plugin
+        plugin: Any = acc.state.fsdp_plugin
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
         )
@@ -467,7 +467,7 @@ class Trainer:
         if "ratio_square_mean" in totals:
             moments = totals["ratio_mean"], totals["ratio_square_mean"]
             totals["effective_sample_size"] = monitors.effective_sample_size(*moments)
-        # Of all parameters, those without a gradient too: of a part of them accelerate unscales shards' gradients twice.
+        # Of all parameters, also those without a gradient: of a part accelerate unscales shards' gradients twice.
         norm = acc.clip_grad_norm_(self.model.parameters(), a.max_grad_norm)
         totals["grad_norm"] = float(norm)
         # fp16: gradients may overflow, the scaler then skips the step and halves its scale. Below 1 that is not why.
