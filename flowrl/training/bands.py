@@ -44,7 +44,7 @@ BANDS: dict[str, Band] = {
     # Powers of two: 1 is twice, -1 half of the first iteration.
     "images/change/high_frequency": Band(0.75, 1.5, "both"),
     "images/change/saturation": Band(0.75, 1.5, "both"),
-    "images/change/sharpness": Band(1.5, 3.0, "both"),
+    "images/change/sharpness": Band(2.0, 4.0, "both"),
     "images/change/diversity": Band(-0.3, -0.75, "below"),
     "held_out/fall": Band(1.0, 2.0),  # standard errors
     "held_out/gap": Band(0.5, 1.0),  # standard deviations of the reward in the first iteration
