@@ -315,11 +315,13 @@ def halves(make_trainer, policy, folder, objective):
     again = make_trainer(folder / "again", objective, policy=policy(), rewards=brightness, **settings)
     again.train(resume=folder / "run" / "checkpoints" / "iteration-000001")
     state = state_in(trainer)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     torch.save(
         seen
         | {
             "kind": str(trainer.accelerator.distributed_type.value),
             "state": state,
+            "summed": plugin and plugin.mixed_precision_policy.reduce_dtype,  # micro-batches and processes
             "different": [k for k, v in state_in(again).items() if not torch.equal(v, state[k])],
         },
         folder / f"result-{rank}.pt",
@@ -363,6 +365,7 @@ def test_a_sharded_model_trains_in_half_precision_as_a_whole_one(
         assert max(r["ratio"]) <= 1e-2
         assert {v.dtype for v in r["state"].values()} == {torch.float32}
     assert {d for r in two for d in r["gathered"]} == {torch.bfloat16}
+    assert [r["summed"] for r in two] == [torch.float32, torch.float32]
     assert two[0]["state"].keys() == one["state"].keys()
     assert all(torch.equal(v, two[1]["state"][k]) for k, v in two[0]["state"].items())
     # What enters and leaves the network is not rounded: the very same times, latents equal to a bfloat16 of their size.
