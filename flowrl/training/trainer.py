@@ -145,8 +145,8 @@ class Trainer:
         check_trackers(trackers)
         self.output_dir = Path(args.output_dir)
         launched = int(os.environ.get("WORLD_SIZE", "1"))
-        # With it transformers would load text encoders and rewards on the first process only, and accelerate stumbles
-        # over the transformer's buffers. The launcher's default, for models that accelerate shards as they are loaded.
+        # The launcher's default, for models that the first process alone loads and hands out: accelerate 1.15 stumbles
+        # over the transformer's buffers there, and text encoders and rewards, which it hands to nobody, may stay empty.
         disable_fsdp_ram_efficient_loading()
         self.accelerator = Accelerator(
             cpu=launched > 1 and not torch.accelerator.is_available(),  # else accelerate ignores torchrun on CPU

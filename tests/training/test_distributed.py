@@ -279,7 +279,7 @@ def encode(make_trainer, pipeline, folder):
 
 
 def test_every_process_has_the_text_encoders(make_trainer, make_sd3_policy, sd3_folder, tmp_path):
-    """The launcher's default lets transformers load its models on the first process only, for FSDP to hand out."""
+    """The launcher's default is to load on the first process only, what FSDP will hand out: these it does not."""
     debug_launcher(encode, (make_trainer, str(sd3_folder), tmp_path), num_processes=2)
     expected = make_sd3_policy(max_sequence_length=128).encode(make_trainer(tmp_path / "one").prompts[:2]).arguments
     for rank in range(2):
