@@ -140,7 +140,6 @@ class DiffusersPolicy:
         for component in pipe.components.values():
             if isinstance(component, nn.Module):
                 component.requires_grad_(False).eval()
-        pipe.vae.to(memory_format=torch.channels_last)  # its convolutions run a quarter faster so, on CPU too
         self.peft_config = peft_config
         if peft_config is None:
             self.module.requires_grad_(True)
@@ -442,7 +441,7 @@ class DiffusersPolicy:
         z = self.family.unpack(self.pipe, latents, self.height, self.width)
         z = z.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
         image = vae.decode(z, return_dict=False)[0]
-        return self.pipe.image_processor.postprocess(image, output_type="pt").float().contiguous()
+        return self.pipe.image_processor.postprocess(image, output_type="pt").float()
 
     # ------------------------------------------------------------------------------------------------- weights
 

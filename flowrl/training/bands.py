@@ -29,7 +29,7 @@ class Band(NamedTuple):
         return "green" if within[0] else "amber" if within[1] else "red"
 
 
-# Rounded by hand, for models like the miniature's. Amber lies beyond the 99 % quantile of whole runs of shapes-nft (3
+# Rounded by hand, for models like the miniature's. Amber lies beyond the 99 % quantile of whole runs of shapes-nft (2
 # seeds), shapes-flow-dppo, shapes-e-grpo and shapes-superflow; where these never moved it is a guess (effective sample
 # size, invalid share).
 # `python benchmarks/bands.py RUN ...` proposes what finished runs say.
